@@ -1,0 +1,1 @@
+"""Everything that touches torch models, data and devices."""

@@ -1,0 +1,45 @@
+"""The error tree.
+
+    GeoMeshError                     exit code
+    ├── ConfigError                  2   a run file, site file or flag is wrong
+    ├── UnreachableError             3   the run, or every seed, could not be reached
+    ├── DataError                    4   data, model, tokenizer or checkpoint cannot be used
+    ├── RefusedError                 5   the run refused this peer (fingerprint, version, admission, name taken)
+    ├── DivergedError                4   two different updates were committed for one round
+    └── TemporaryError              75   try again later (disk full, port in use, directory locked)
+
+A peer's failure is data (an event), never one of these: exceptions are for bugs and for what a user can mend.
+Every message says what is wrong, the value, and what to do next, in one line.
+"""
+
+from __future__ import annotations
+
+
+class GeoMeshError(Exception):
+    """Base of all errors a user can act on; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class ConfigError(GeoMeshError):
+    exit_code = 2
+
+
+class UnreachableError(GeoMeshError):
+    exit_code = 3
+
+
+class DataError(GeoMeshError):
+    exit_code = 4
+
+
+class DivergedError(GeoMeshError):
+    exit_code = 4
+
+
+class RefusedError(GeoMeshError):
+    exit_code = 5
+
+
+class TemporaryError(GeoMeshError):
+    exit_code = 75

@@ -1,0 +1,1 @@
+"""Everything that talks to other peers; the only room that imports hivemind."""
