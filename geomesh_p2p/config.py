@@ -1,0 +1,238 @@
+"""Run files and site files: frozen sections, unknown keys refused, cross-checks. The docstring under a field is its help.
+
+A run file (configs/*.toml) says what is trained and how; every peer of a run has the same one. A site file
+(peers/*.toml) says where one peer runs: its device, addresses, links and emulation. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    """Name of the run and of its folder."""
+    folder: str = "runs"
+    """Folder that holds the runs; a peer writes to FOLDER/ID/SITE/."""
+    seed: int = 0
+    """Seeds the initial weights and the order of the data."""
+    rounds: PositiveInt = 12
+    """Rounds to commit in total, over all restarts."""
+    min_peers: PositiveInt = 1
+    """The first plan waits for this many trainers, and the voters never become fewer."""
+    target_ppl: PositiveFloat | None = None
+    """Validation perplexity whose first crossing is reported as time to target."""
+    validate_every_rounds: PositiveInt = 1
+    """The anchor is validated every so many rounds."""
+    fresh: bool = False
+    """Start anew: the old folder is moved aside."""
+
+
+class ModelSection(Section):
+    path: str = ""
+    """Folder or hub id of a causal language model; empty: the Llama described by the fields below."""
+    pretrained: bool = False
+    """With `path`: start from its weights (from_pretrained), not from new ones (from_config)."""
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 352
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    tie_embeddings: bool = True
+    sequence_length: PositiveInt = 128
+    """Tokens per training sequence."""
+    autocast: Literal["auto", "off", "bf16"] = "auto"
+    """bf16 autocast; auto: on where the device has it natively. Weights stay fp32."""
+    gradient_checkpointing: bool = False
+
+
+class DatasetSection(Section):
+    source: Literal["python-stdlib", "text", "jsonl"] = "python-stdlib"
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns for text and jsonl (.gz and .zst are read as they are)."""
+    field: str = "text"
+    """The jsonl field that holds the document."""
+    tokenizer: str = "bytes"
+    """`bytes`, or a Hugging Face tokenizer: folder, tokenizer.json or hub id."""
+    validation_sequences: PositiveInt = 64
+    """Sequences held out of training, taken from whole documents."""
+    shuffle: bool = True
+
+
+class InnerSection(Section):
+    optimizer: Literal["adamw", "lion"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    min_learning_rate_share: Share = 0.1
+    """The cosine ends at this share of the learning rate."""
+    warmup_tokens: int = Field(default=0, ge=0)
+    total_tokens: PositiveInt = 1_000_000
+    """Global tokens at which the cosine ends."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: PositiveFloat | None = 1.0
+    reference_batch: PositiveInt = 8
+    """Sequences a step at which the learning rate is as given; others scale with the square root, within [0.5, 2]."""
+    scale_learning_rate: Literal["sqrt", "none"] = "sqrt"
+    micro_batch: PositiveInt | None = None
+    """Sequences per forward pass; None: the whole batch if it fits."""
+
+
+class OuterSection(Section):
+    learning_rate: PositiveFloat = 0.7
+    momentum: Share = 0.9
+    nesterov: bool = True
+
+
+class CodecSection(Section):
+    payload: Literal["sign", "fp32", "fp16", "int8"] = "sign"
+    """What a contribution carries: signs and magnitudes, or plain numbers for comparison."""
+    magnitude: Literal["l1", "rms"] = "l1"
+    granularity: Literal["tensor", "row"] = "tensor"
+    """One magnitude per tensor or per row; embeddings always have one per row."""
+    residual: bool = False
+    residual_decay: Share = 1.0
+    second_phase_bits: Literal[1, 2, 4, 8] = 1
+    """Bits a parameter of a reducer's answer."""
+
+
+class PlannerSection(Section):
+    mode: Literal["planned", "uniform", "fixed"] = "planned"
+    """planned: from measured speeds, every round; uniform: the same batch and steps for all; fixed: as `fixed` says."""
+    round_tokens: PositiveInt = 65_536
+    """Tokens a round that the planner aims at, over all members."""
+    min_steps: PositiveInt = 4
+    max_steps: PositiveInt = 500
+    max_steps_ratio: PositiveFloat = 4.0
+    """Largest allowed ratio of inner steps between two members."""
+    exchange_share: Share = 0.05
+    """Rounds are made longer until the exchange takes at most this share, within the limits above."""
+    critical_batch_tokens: PositiveInt | None = None
+    """Tokens a step beyond which a larger batch stops helping; None: unknown, no discount."""
+    batch: PositiveInt = 8
+    """Batch of every member in the modes uniform and fixed (fixed: unless `fixed` names the site)."""
+    inner_steps: PositiveInt = 20
+    """Inner steps of every member in the modes uniform and fixed (fixed: unless `fixed` names the site)."""
+    fixed: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Mode fixed: batch and inner steps by site name."""
+    topology: Literal["auto", "gather", "reduce"] = "auto"
+    """auto: the faster by prediction in mode planned, gather in the others."""
+    grace_seconds: PositiveFloat = 2.0
+    """A member later than its predicted finish by this (and 20%) is asked to close."""
+
+
+class NetSection(Section):
+    listen: str = "/ip4/127.0.0.1/tcp/0"
+    """Address to listen on (a libp2p multiaddress)."""
+    announce: str = ""
+    """Address that others dial; empty: the one listened on. No wildcard, no port 0."""
+    seeds: tuple[str, ...] = ()
+    """Addresses of peers to meet the run through (/ip4/.../tcp/.../p2p/ID)."""
+    streams: PositiveInt = Field(default=4, le=16)
+    """Parallel libp2p streams to each peer for bulk bytes."""
+    chunk_bytes: PositiveInt = Field(default=131_072, le=1_048_576)
+    heartbeat_seconds: PositiveFloat = 1.0
+    heartbeat_limit_seconds: PositiveFloat = 5.0
+    """A peer not heard for this long is taken for lost."""
+    election_seconds: PositiveFloat = 3.0
+    settle_seconds: PositiveFloat = 2.0
+    """The first plan waits this long after the last trainer became ready."""
+    reach_seconds: PositiveFloat = 60.0
+    """How long to try to reach the run before giving up with exit code 3."""
+    daemon_start_seconds: PositiveFloat = 60.0
+    port_mapping: bool = False
+    """Ask routers to map the port (UPnP, NAT-PMP)."""
+    relay: bool = False
+    join_secret_file: str = ""
+    """File with a secret that all peers of a closed run share; empty: anybody may join."""
+    allow: tuple[str, ...] = ()
+    """Peer ids that may join; empty: anybody (or whoever has the secret)."""
+
+
+class SaveSection(Section):
+    snapshot_every_rounds: PositiveInt = 5
+    keep_snapshots: PositiveInt = Field(default=2, ge=2)
+    keep_updates: PositiveInt = 50
+    """Updates kept on disk behind the newest snapshot, for those who catch up."""
+
+
+class MetricsSection(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """Prometheus port of the peer; 0: a free one, printed at start."""
+
+
+class RunConfig(Section):
+    run: RunSection
+    model: ModelSection = ModelSection()
+    dataset: DatasetSection = DatasetSection()
+    inner: InnerSection = InnerSection()
+    outer: OuterSection = OuterSection()
+    codec: CodecSection = CodecSection()
+    planner: PlannerSection = PlannerSection()
+    net: NetSection = NetSection()
+    save: SaveSection = SaveSection()
+    metrics: MetricsSection = MetricsSection()
+
+
+# ---------------------------------------------------------------- site files
+
+
+class SiteSection(Section):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    """Unique in a run; peers are ordered by it wherever an order matters."""
+    region: str = ""
+    trains: bool = True
+    """false: an observer, which follows the run and never counts."""
+
+
+class DeviceSection(Section):
+    name: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    threads: PositiveInt | None = None
+    """torch threads; None: torch's own choice (1 when emulated)."""
+    max_batch: PositiveInt | None = None
+    """Never more sequences a step than this."""
+    profile: str = ""
+    """Profile file written by `geomesh profile`; empty: measured at start."""
+
+
+class EmulationSection(Section):
+    """A slower or faster device than the real one: each inner step really runs, then waits for its emulated time.
+
+    step_seconds(batch) = time_scale * (fixed_seconds + batch * sequence_seconds); only ratios between sites matter.
+    """
+
+    device: str
+    """What is emulated, for reports."""
+    fixed_seconds: float = Field(ge=0)
+    sequence_seconds: PositiveFloat
+    max_batch: PositiveInt
+    time_scale: PositiveFloat | None = None
+    """None: found at start, so that the fastest peer of this host is slow enough to be real."""
+
+
+class LinkSection(Section):
+    """Emulation of the way from this site to another: added delay and a cap on the rate."""
+
+    rtt_ms: float = Field(default=0.0, ge=0)
+    mbps: PositiveFloat | None = None
+
+
+class SiteConfig(Section):
+    site: SiteSection
+    device: DeviceSection = DeviceSection()
+    emulation: EmulationSection | None = None
+    links: dict[str, LinkSection] = {}
+    """By site name; `default` holds for all that are not named. The slower of both ends' values counts."""
+    net: dict[str, object] = {}
+    """Overrides of the run file's [net] for this site."""
+    metrics: dict[str, object] = {}
+    """Overrides of the run file's [metrics] for this site."""

@@ -1,0 +1,273 @@
+"""What happens to a replica (inputs) and what it asks its driver to do (actions).
+
+The replica (core/replica.py) is a pure state machine: `handle(event, now) -> list[Action]`. Its driver (swarm/session.py
+over real sockets, the simulator over virtual time) carries the actions out *in order, one after the other*; a `Save...`
+action is on disk before the next action of the same list is begun, and nothing is handled between them. If a save fails,
+the driver drops the rest of the list and hands in `SaveFailed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.messages import Message
+from geomesh_p2p.core.types import Contribution, Founding, Held, PeerId, Plan, Profile, Term, Update
+
+# ---------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; sent at least at `Replica.next_deadline()`."""
+
+
+@dataclass(frozen=True)
+class Received:
+    sender: PeerId
+    message: Message
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The local engine holds the anchor of the last committed round and can train."""
+
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The planner's answer to NeedPlan; `plan` None: nothing can be planned now, `reason` says why (asked again later)."""
+
+    plan: Plan | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Local training for `plan` is done and its contribution is final (it may abstain)."""
+
+    plan: Digest
+    contribution: Contribution
+    train_seconds: float
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The exchange of `plan` is complete here: the body of `update` is in the driver's hands."""
+
+    plan: Digest
+    update: Update
+
+
+@dataclass(frozen=True)
+class ExchangeLost:
+    """The exchange of `plan` missed chunk deadlines of these peers."""
+
+    plan: Digest
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class FetchedHeld:
+    """The body of a held update asked for by FetchHeld has arrived and fits its hash."""
+
+    held: Held
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """Updates fetched by CatchUp (or replayed after a snapshot) were verified, appended and applied up to the last of them."""
+
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    what: str
+    sender: PeerId
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeaveWanted:
+    """The operator asked this peer to go (SIGTERM, drain)."""
+
+    reason: str
+
+
+Event = (
+    Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed | SaveFailed
+    | LeaveWanted
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True)
+class Durable:
+    """What a peer must not forget: one unit with its identity key. `accepted` is the newest plan it accepted
+    (round, term, attempt, digest); a restarted peer never trains for it again."""
+
+    term: Term
+    voted: bool                                   # whether this peer gave its vote in `term`
+    accepted_round: int = 0
+    accepted_term: Term = field(default_factory=lambda: Term(0, ""))
+    accepted_attempt: int = 0
+    accepted_plan: Digest = b""
+
+
+@dataclass(frozen=True)
+class SaveDurable:
+    """Write and fsync. `why` is vote | term | plan."""
+
+    durable: Durable
+    why: str
+
+
+@dataclass(frozen=True)
+class SaveHeld:
+    """Write the held record with the update's body and fsync; replaces the one before."""
+
+    held: Held
+
+
+@dataclass(frozen=True)
+class AppendCommit:
+    """`update` is committed: append it to the log with its body, apply it to the anchor, drop the held record.
+
+    `body_from` is None if the body is here (held or assembled), else a peer that has it: then the driver fetches it
+    (retrying with others) before it appends."""
+
+    update: Update
+    body_from: PeerId | None = None
+
+
+@dataclass(frozen=True)
+class Send:
+    to: PeerId
+    message: Message
+
+
+@dataclass(frozen=True)
+class NeedPlan:
+    """Leader: compute the plan for (round, attempt) with exactly these members.
+
+    `previous` is the plan of the attempt before, whose surviving members keep their ranges and work; None for a fresh
+    round. The answer comes back as `Planned`."""
+
+    round: int
+    attempt: int
+    term: Term
+    base: Digest
+    members: tuple[PeerId, ...]
+    previous: Plan | None
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train for `plan`. `reuse` true: the contribution made for an earlier attempt of this round stands (same base, ranges
+    within those given now): nothing is trained, the driver answers with Trained at once."""
+
+    plan: Plan
+    reuse: bool
+
+
+@dataclass(frozen=True)
+class CloseTraining:
+    """Stop at the next step boundary and contribute what was trained."""
+
+    plan: Digest
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Weights go back to the anchor; a contribution that was made or is being made is void."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartExchange:
+    """Take part in the exchange of `plan`: send own bytes as soon as they are final, collect the others'."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class MemberFinished:
+    """A member's contribution header has arrived: the exchange now knows what to expect from it."""
+
+    plan: Digest
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class StopExchange:
+    plan: Digest
+    reason: str
+
+
+@dataclass(frozen=True)
+class FetchHeld:
+    """Get the body of `held` from one of `sources`; answered by FetchedHeld or FetchFailed."""
+
+    held: Held
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Get to `round` (or beyond) from one of `sources`, by updates or by snapshot and updates; answered by CaughtUp or
+    FetchFailed."""
+
+    round: int
+    digest: Digest
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of history.jsonl: `kind` from HISTORY_KINDS, with the fields the independent checker needs."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Halt:
+    """The peer must stop: exit code and the one line that explains it. Code 0: it has left as it wanted."""
+
+    exit_code: int
+    reason: str
+
+
+Action = (
+    SaveDurable | SaveHeld | AppendCommit | Send | NeedPlan | Train | CloseTraining | Rewind | StartExchange | MemberFinished
+    | StopExchange | FetchHeld | CatchUp | Note | Halt
+)
+
+HISTORY_KINDS = {
+    "start": "peer (re)started: site, run, round, digest, term, held seal or null",
+    "founding": "round 0: run, base digest, founder, view",
+    "term": "a higher term was adopted: term, leader if known",
+    "vote": "a vote given: term, to, held rank and seal or null (pre-votes are not recorded)",
+    "leader": "this peer became leader: term, voters of the winning quorum",
+    "accept": "a plan accepted: round, term, attempt, plan, base, members, ranges by site",
+    "refuse": "a plan refused: round, term, attempt, plan, reason",
+    "contribute": "own contribution final: round, plan, base, tokens, ranges, payload",
+    "held": "held record durable: round, term, attempt, plan, seal, update digest",
+    "commit": "round, digest, base, seal, term, view (voters), contributors (site, peer, tokens, ranges, payload), committed_by",
+    "discard": "an attempt was given up: round, term, attempt, plan, reason (from DISCARD_REASONS)",
+    "join": "a peer became known and ready: peer, site",
+    "lost": "a peer was not heard for the limit: peer, site, seconds",
+    "leave": "this peer leaves: reason",
+    "stop": "this peer ended: exit code, reason",
+}
+
+DISCARD_REASONS = ("member_lost", "higher_term", "exchange_failed", "unequal_held", "plan_refused", "stepped_down", "shutdown")

@@ -1,0 +1,157 @@
+"""The seams: what the algorithm and the session need from the other rooms. Implementations live in swarm and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
+
+Vector = npt.NDArray[np.float32]
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+
+class Observer(Protocol):
+    """Is told what happened, as frozen events from core/telemetry_events.py; must not raise and must not block."""
+
+    def __call__(self, event: Any) -> None: ...
+
+
+# ---------------------------------------------------------------- transport
+
+
+class Unreachable(Exception):
+    """The peer could not be reached, or the connection broke, within the deadline."""
+
+
+class Transport(Protocol):
+    """Frames between authenticated peers. `memory.py` and `transport.py` pass the same contract tests.
+
+    send():    control messages; never blocks, never raises; per destination they keep their order; a message that cannot
+               be delivered is dropped (and counted). The newest is worth more than the oldest: a bounded queue drops from
+               its front.
+    send_bulk(): one chunk; returns when the stream has taken it (back-pressure), raises Unreachable on failure. Chunks may
+               overtake each other and control messages.
+    request(): one Fetch, answered by the other end's `on_request`; raises Unreachable at the deadline.
+    """
+
+    peer: PeerId
+
+    async def start(
+        self,
+        on_message: Callable[[PeerId, Message], None],
+        on_request: Callable[[PeerId, Fetch], Awaitable[Fetched]],
+    ) -> None: ...
+
+    def send(self, to: PeerId, message: Message) -> None: ...
+
+    async def send_bulk(self, to: PeerId, chunk: Chunk) -> None: ...
+
+    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched: ...
+
+    def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Addresses under which `peer` may be dialled from now on (the newest replace the older)."""
+        ...
+
+    def traffic(self) -> "dict[PeerId, PeerTraffic]":
+        """Bytes by remote since the start, counted at the stream boundary."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass
+class PeerTraffic:
+    payload_sent: int = 0
+    overhead_sent: int = 0
+    payload_received: int = 0
+    overhead_received: int = 0
+    dropped: int = 0
+
+
+# ---------------------------------------------------------------- disk
+
+
+class Store(Protocol):
+    """One peer's folder. Every write is to a new file, fsynced, then renamed (and the folder fsynced). Raises OSError."""
+
+    def load_durable(self) -> Durable | None: ...
+
+    def save_durable(self, durable: Durable) -> None: ...
+
+    def load_held(self) -> tuple[Held, bytes] | None: ...
+
+    def save_held(self, held: Held, body: Sequence[memoryview | bytes]) -> None: ...
+
+    def load_founding(self) -> Founding | None: ...
+
+    def save_founding(self, founding: Founding) -> None: ...
+
+    def append(self, update: Update, body: Sequence[memoryview | bytes]) -> None:
+        """Add round `update.round` to the log; drops a held record of that round or an older one."""
+        ...
+
+    def read_update(self, round: int) -> tuple[Update, bytes] | None: ...
+
+    def rounds(self) -> range:
+        """Rounds whose updates are on disk (contiguous)."""
+        ...
+
+
+# ---------------------------------------------------------------- engine
+
+
+@dataclass(frozen=True)
+class InnerResult:
+    """What a run of inner steps came to. `step_seconds` are one number per step, `loss` the mean training loss (nats)."""
+
+    tokens: int
+    ranges: tuple[Range, ...]
+    steps: int
+    loss: float
+    seconds: float
+    data_wait_seconds: float
+    step_seconds: tuple[float, ...]
+    skipped_steps: int
+    overrun_seconds: float
+    learning_rate: float
+
+
+class Engine(Protocol):
+    """The local model, data and device. Blocking methods run in one worker thread, never two at a time."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    def weights(self) -> Vector:
+        """The trainable weights as one flat fp32 vector in layout order (on a CPU: a view, not a copy)."""
+        ...
+
+    def set_weights(self, anchor: Vector) -> None: ...
+
+    def measure(self) -> tuple[BatchTime, ...]:
+        """step_seconds(batch) up to the largest batch that fits, on the real model (or the emulated device's curve)."""
+        ...
+
+    def train(self, assignment: Assignment, plan: Plan, should_close: Callable[[], bool], started: float) -> InnerResult:
+        """Run the assigned inner steps from the current weights. Stops early, at a step boundary, when `should_close()`."""
+        ...
+
+    def validate(self, share: int, of: int) -> tuple[float, int]:
+        """Sum of token losses (nats) and tokens over the share-th of `of` parts of the validation set, current weights."""
+        ...
+
+    def save_inner(self, path: str) -> None: ...
+
+    def load_inner(self, path: str) -> None: ...
