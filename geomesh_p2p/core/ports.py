@@ -155,3 +155,73 @@ class Engine(Protocol):
     def save_inner(self, path: str) -> None: ...
 
     def load_inner(self, path: str) -> None: ...
+
+
+# ---------------------------------------------------------------- the mesh, as the algorithm sees it
+
+
+@dataclass(frozen=True)
+class TrainRound:
+    """Train for `plan` from the anchor, then hand the contribution to `Mesh.contribute`."""
+
+    plan: Plan
+    mine: Assignment
+    validate: bool
+
+
+@dataclass(frozen=True)
+class FoldUpdate:
+    """`update` is committed: fold it into the anchor and go on from there."""
+
+    update: Update
+    body: bytes | memoryview
+    own_payload: Any
+
+
+@dataclass(frozen=True)
+class BackToAnchor:
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdoptState:
+    """A snapshot of `round` was received: its anchor and outer state replace the local ones."""
+
+    round: int
+    load: Callable[[], "tuple[Vector, Vector]"]
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Write a snapshot of `round`; `write` gets (anchor, momentum, residual) and a function that saves the inner state."""
+
+    round: int
+    write: Callable[[Vector, Vector, Vector | None, Callable[[str], None]], None]
+
+
+@dataclass(frozen=True)
+class ValidateAll:
+    """Validate the anchor on the whole validation set (the end of a run)."""
+
+    round: int
+
+
+Work = TrainRound | FoldUpdate | BackToAnchor | AdoptState | SaveState | ValidateAll
+
+
+class Mesh(Protocol):
+    """What the algorithm needs from the other peers: its next piece of work, in the order of the log, and an ear."""
+
+    async def next_work(self) -> Work | None:
+        """The next piece of work; None at the end of this peer's part."""
+        ...
+
+    def should_close(self, plan: Plan) -> bool:
+        """Whether inner steps for `plan` are to end at the next step boundary. Called from the worker thread."""
+        ...
+
+    def contribute(self, plan: Plan, contribution: Contribution, payload: Any, result: InnerResult, codec_seconds: float) -> None: ...
+
+    def folded(self, update: Update, codec_seconds: float) -> None: ...
+
+    def validated(self, round: int, nats: float, tokens: int) -> None: ...

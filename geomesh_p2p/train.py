@@ -1,0 +1,131 @@
+"""THE ALGORITHM of one peer, from top to bottom.
+
+A run is a log of 1-bit updates and the model is the fold of that log. The mesh hands this loop its work in the order of
+the log: train for a plan, fold a committed update, or go back to the anchor. Who leads, who is lost, what is committed
+and what is sent again is decided elsewhere; here is only what happens to the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.ports import (
+    AdoptState,
+    BackToAnchor,
+    Engine,
+    FoldUpdate,
+    InnerResult,
+    Mesh,
+    SaveState,
+    TrainRound,
+    ValidateAll,
+    Vector,
+)
+from geomesh_p2p.core.types import Contribution, PeerId
+
+
+@dataclass
+class LocalModel:
+    """This peer's replica: the anchor with the outer optimizer's state, and the engine whose weights move away from it."""
+
+    peer: PeerId
+    site: str
+    engine: Engine
+    layout: codec.Layout
+    state: outer.OuterState
+    codec: CodecSection
+    outer: OuterSection
+    residual: Vector | None = None
+
+
+async def train(mesh: Mesh, model: LocalModel) -> None:
+    """Work until the mesh has no more for this peer. Everything that blocks runs in one worker thread, in order."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
+        while (work := await mesh.next_work()) is not None:
+            match work:
+                case TrainRound():
+                    # Plan -> inner steps -> contribution. Its bytes leave at once, also while others still compute.
+                    contribution, payload, result, codec_seconds = await loop.run_in_executor(worker, inner_round, mesh, model, work)
+                    mesh.contribute(work.plan, contribution, payload, result, codec_seconds)
+                case FoldUpdate():
+                    # Commit: the same update moves the same anchor on every peer, bit for bit.
+                    seconds = await loop.run_in_executor(worker, fold, model, work)
+                    mesh.folded(work.update, seconds)
+                case BackToAnchor():
+                    # Discarded: what was trained since the anchor is void.
+                    await loop.run_in_executor(worker, model.engine.set_weights, model.state.anchor)
+                case AdoptState():
+                    await loop.run_in_executor(worker, adopt, model, work)
+                case SaveState():
+                    await loop.run_in_executor(
+                        worker, work.write, model.state.anchor, model.state.momentum, model.residual, model.engine.save_inner
+                    )
+                case ValidateAll():
+                    nats, tokens = await loop.run_in_executor(worker, model.engine.validate, 0, 1)
+                    mesh.validated(work.round, nats, tokens)
+
+
+def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> tuple[Contribution, Any, InnerResult, float]:
+    """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient.
+
+    Returns (contribution, payload or None if it abstains, inner result, seconds of encoding).
+    """
+    plan, mine = work.plan, work.mine
+    nats, tokens = model.engine.validate(plan.peers.index(model.peer), len(plan.members)) if work.validate else (0.0, 0)
+
+    result = model.engine.train(mine, plan, lambda: mesh.should_close(plan), time.monotonic())
+
+    # delta = anchor - weights (+ residual), as signs and magnitudes. Anything not finite: abstain, and say so.
+    begun = time.perf_counter()
+    reason, payload, hashed = "", None, b""
+    if result.tokens == 0:
+        reason = "closed before the first inner step was done"
+    else:
+        encoded = codec.encode(model.layout, model.state.anchor, model.engine.weights(), model.codec, model.residual)
+        if isinstance(encoded, codec.NotFinite):
+            reason = f"{encoded.tensor} is not finite after the inner steps"
+        else:
+            payload, hashed = encoded, digest_bytes(encoded)
+    seconds = time.perf_counter() - begun
+    contribution = Contribution(
+        peer=model.peer,
+        site=model.site,
+        round=plan.round,
+        base=plan.base,
+        tokens=0 if payload is None else result.tokens,
+        ranges=() if payload is None else result.ranges,
+        payload=hashed,
+        payload_bytes=0 if payload is None else payload.nbytes,
+        validation_nats=nats,
+        validation_tokens=tokens,
+        reason=reason,
+    )
+    return contribution, payload, result, seconds
+
+
+def fold(model: LocalModel, work: FoldUpdate) -> float:
+    """Apply a committed update to the anchor, advance the residual if it was ours too, and go on from the anchor."""
+    begun = time.perf_counter()
+    if model.codec.residual and work.own_payload is not None:
+        model.residual = codec.new_residual(
+            model.layout, model.state.anchor, model.engine.weights(), model.codec, work.own_payload, model.residual
+        )
+    outer.apply_update(model.state, model.layout, model.codec, model.outer, work.update, work.body)
+    model.engine.set_weights(model.state.anchor)
+    return time.perf_counter() - begun
+
+
+def adopt(model: LocalModel, work: AdoptState) -> None:
+    anchor, momentum = work.load()
+    model.state.anchor[:] = anchor
+    model.state.momentum[:] = momentum
+    model.residual = None  # residuals are each peer's own; losing one is harmless
+    model.engine.set_weights(model.state.anchor)
