@@ -1,0 +1,1 @@
+"""The command `geomesh`: verbs, configuration, exit codes. Imports nothing heavy until a verb runs."""
