@@ -1,0 +1,173 @@
+"""Who is in the run: first words between two peers, admission, and the newest heartbeat of each.
+
+When a peer says Hello, this peer compares protocol version, run, settings, site name and right to join, in that order,
+and answers with its own Hello or with the reason for a refusal. Only greeted peers are listened to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from geomesh_p2p import PROTOCOL_VERSION
+from geomesh_p2p.core.canonical import Digest, pack
+from geomesh_p2p.core.messages import Heartbeat, Hello, Refused
+from geomesh_p2p.core.types import Founding, PeerId
+
+
+@dataclass
+class Acquaintance:
+    """A greeted peer. Times are this peer's monotonic clock."""
+
+    peer: PeerId
+    site: str
+    trains: bool
+    heard_at: float
+    heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may take part: anybody (both empty), the peers listed, or whoever proves the join secret."""
+
+    allow: frozenset[PeerId] = frozenset()
+    secret: bytes = b""
+
+    def proof(self, prover: PeerId, verifier: PeerId) -> bytes:
+        """HMAC-SHA256 over both authenticated ids; empty without a secret."""
+        if not self.secret:
+            return b""
+        return hmac.new(self.secret, f"geomesh join {prover} {verifier}".encode(), hashlib.sha256).digest()
+
+    def refusal(self, me: PeerId, peer: PeerId, proof: bytes) -> str:
+        if self.allow and peer not in self.allow:
+            return f"peer {peer} is not on the allow list (net.allow)"
+        if self.secret and not hmac.compare_digest(proof, self.proof(peer, me)):
+            return "the join secret was not proved (net.join_secret_file)"
+        return ""
+
+
+@dataclass
+class Self:
+    """What this peer says of itself. `founding` is None until the run is known."""
+
+    peer: PeerId
+    site: str
+    trains: bool
+    fingerprint: Digest
+    settings: dict[str, str]
+    founding: Founding | None = None
+    round: int = 0
+    digest: Digest = b""
+
+
+class Membership:
+    """The peers of one run as this peer knows them. Decides; sends through `send`."""
+
+    def __init__(self, me: Self, admission: Admission, send: Callable[[PeerId, Hello | Refused], None], limit_seconds: float) -> None:
+        self.me = me
+        self.admission = admission
+        self.limit_seconds = limit_seconds
+        self.known: dict[PeerId, Acquaintance] = {}
+        self.refused: dict[PeerId, str] = {}
+        self.refused_me: Refused | None = None
+        self._send = send
+        self._greeted: dict[PeerId, float] = {}
+
+    def hello(self, to: PeerId) -> Hello:
+        founding = self.me.founding
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            run=founding.run if founding else b"",
+            fingerprint=self.me.fingerprint,
+            settings=json.dumps(self.me.settings, sort_keys=True),
+            site=self.me.site,
+            trains=self.me.trains,
+            founded=pack(founding) if founding else b"",
+            round=self.me.round,
+            digest=self.me.digest,
+            proof=self.admission.proof(self.me.peer, to),
+        )
+
+    def greet(self, peer: PeerId, now: float, again_seconds: float = 2.0) -> None:
+        """Say Hello to a peer that is not known yet, at most every `again_seconds`."""
+        if peer == self.me.peer or now - self._greeted.get(peer, -1e9) < again_seconds:
+            return
+        self._greeted[peer] = now
+        self._send(peer, self.hello(peer))
+
+    def on_hello(self, sender: PeerId, hello: Hello, now: float) -> bool:
+        """Whether `sender` is (now) accepted. A new acquaintance is greeted back at once."""
+        reason, final = self._refusal(sender, hello, now)
+        if reason:
+            if self.refused.get(sender) != reason:
+                self.refused[sender] = reason
+            self._send(sender, Refused(reason, final))
+            return False
+        self.refused.pop(sender, None)
+        if sender not in self.known:
+            self._greeted[sender] = now
+            self._send(sender, self.hello(sender))
+            self.known[sender] = Acquaintance(sender, hello.site, hello.trains, now)
+        else:
+            # A Hello from somebody known: it may have restarted and not know us.
+            self.known[sender].heard_at = now
+            self.greet(sender, now)
+        return True
+
+    def on_heartbeat(self, sender: PeerId, beat: Heartbeat, now: float) -> bool:
+        """Whether the heartbeat counts: strangers are greeted first."""
+        acquaintance = self.known.get(sender)
+        if acquaintance is None:
+            self.greet(sender, now)
+            return False
+        acquaintance.heard_at, acquaintance.heartbeat = now, beat
+        return True
+
+    def heard(self, sender: PeerId, now: float) -> bool:
+        acquaintance = self.known.get(sender)
+        if acquaintance is None:
+            return False
+        acquaintance.heard_at = now
+        return True
+
+    def live(self, now: float) -> list[Acquaintance]:
+        return [a for a in self.known.values() if now - a.heard_at <= self.limit_seconds]
+
+    def site_of(self, peer: PeerId) -> str:
+        if peer == self.me.peer:
+            return self.me.site
+        acquaintance = self.known.get(peer)
+        return acquaintance.site if acquaintance else peer[-8:]
+
+    def _refusal(self, sender: PeerId, hello: Hello, now: float) -> tuple[str, bool]:
+        if hello.protocol != PROTOCOL_VERSION:
+            return f"protocol version {hello.protocol} is not {PROTOCOL_VERSION}: run the same release on all peers", True
+        if self.me.founding and hello.run and hello.run != self.me.founding.run:
+            return f"run {hello.run.hex()[:12]} is not {self.me.founding.run.hex()[:12]}: another run has this name, or this folder is of an older one", True
+        if hello.fingerprint != self.me.fingerprint:
+            return f"settings differ: {self.differences(hello.settings)}", True
+        if (reason := self.admission.refusal(self.me.peer, sender, hello.proof)) != "":
+            return reason, True
+        if hello.site == self.me.site:
+            return f"site name {hello.site!r} is taken by {self.me.peer}", True
+        for other in self.live(now):
+            if other.site == hello.site and other.peer != sender:
+                return f"site name {hello.site!r} is taken by {other.peer} (heard {now - other.heard_at:.0f} s ago)", False
+        return "", False
+
+    def differences(self, settings: str) -> str:
+        """The fields of the fingerprint that differ: `name: theirs, ours`. `settings` is untrusted JSON."""
+        try:
+            theirs = json.loads(settings)
+            if not isinstance(theirs, dict):
+                raise ValueError
+        except ValueError:
+            return "the other end's settings cannot be read"
+        ours = self.me.settings
+        names = sorted(set(theirs) | set(ours))
+        parts = [f"{n} is {str(theirs.get(n, '-'))[:80]} here {ours.get(n, '-')[:80]}" for n in names if str(theirs.get(n)) != ours.get(n)]
+        return "; ".join(parts[:8]) or "fingerprints differ though all named fields are equal"
