@@ -252,18 +252,30 @@ Action = (
     | StopExchange | FetchHeld | CatchUp | Note | Halt
 )
 
+# The fields of each kind, by their names in the line. A driver writes (and flushes) a note before it begins the next action
+# of the list, so a note that stands *after* the save and *before* the sends it speaks of survives a kill.
+# HELD is {"round", "term", "attempt", "seal"} or null; CONTRIBUTOR is {"site", "peer", "tokens", "ranges", "payload"}.
 HISTORY_KINDS = {
-    "start": "peer (re)started: site, run, round, digest, term, held seal or null",
-    "founding": "round 0: run, base digest, founder, view",
-    "term": "a higher term was adopted: term, leader if known",
-    "vote": "a vote given: term, to, held rank and seal or null (pre-votes are not recorded)",
-    "leader": "this peer became leader: term, voters of the winning quorum",
-    "accept": "a plan accepted: round, term, attempt, plan, base, members, ranges by site",
+    "start": "peer (re)started, first note of every process: round, digest, term, held (HELD); sequence_length if known",
+    "founding": "round 0 founded or learnt: base (digest of round 0), founder, view",
+    "adopt": "the state of a round was taken from a snapshot: round, digest, view",
+    "term": "a higher term was adopted: term, leader (or empty)",
+    "vote": "a vote given, the one for oneself included (pre-votes are not recorded): term, to, round (own committed), held (own HELD)",
+    "leader": "this peer became leader: term, round (own committed), voters (of the winning quorum)",
+    "accept": "a plan accepted: round, term, attempt, plan, base, members (peer ids), ranges (by site), deadline_seconds (if known)",
     "refuse": "a plan refused: round, term, attempt, plan, reason",
-    "contribute": "own contribution final: round, plan, base, tokens, ranges, payload",
-    "held": "held record durable: round, term, attempt, plan, seal, update digest",
-    "commit": "round, digest, base, seal, term, view (voters), contributors (site, peer, tokens, ranges, payload), committed_by",
+    "contribute": "own contribution final: round, plan, base, tokens (0: abstains), ranges, payload",
+    "held": "held record durable: round, term, attempt, plan, seal, digest (the update's)",
+    "commit": "committed here: round, digest, base, seal, term (null if caught up), view (voters), contributors (CONTRIBUTORs in "
+    "site order), committed_by (leader | message | catch_up); topology, shares, body: what else the digest covers",
     "discard": "an attempt was given up: round, term, attempt, plan, reason (from DISCARD_REASONS)",
+    "join": "a peer became known and ready: peer_id, peer_site",
+    "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds",
+    "leave": "this peer leaves: reason",
+    "stop": "this peer ended: exit_code, reason",
+}
+
+DISCARD_REASONS)",
     "join": "a peer became known and ready: peer, site",
     "lost": "a peer was not heard for the limit: peer, site, seconds",
     "leave": "this peer leaves: reason",
