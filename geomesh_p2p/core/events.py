@@ -260,26 +260,20 @@ HISTORY_KINDS = {
     "founding": "round 0 founded or learnt: base (digest of round 0), founder, view",
     "adopt": "the state of a round was taken from a snapshot: round, digest, view",
     "term": "a higher term was adopted: term, leader (or empty)",
-    "vote": "a vote given, the one for oneself included (pre-votes are not recorded): term, to, round (own committed), held (own HELD)",
+    "vote": "a vote given, the one for oneself too (no pre-votes): term, to, round (own committed), held (own HELD)",
     "leader": "this peer became leader: term, round (own committed), voters (of the winning quorum)",
-    "accept": "a plan accepted: round, term, attempt, plan, base, members (peer ids), ranges (by site), deadline_seconds (if known)",
+    "accept": "a plan accepted: round, term, attempt, plan, base, members (peer ids), ranges (by site), "
+    "deadline_seconds (if known)",
     "refuse": "a plan refused: round, term, attempt, plan, reason",
     "contribute": "own contribution final: round, plan, base, tokens (0: abstains), ranges, payload",
     "held": "held record durable: round, term, attempt, plan, seal, digest (the update's)",
-    "commit": "committed here: round, digest, base, seal, term (null if caught up), view (voters), contributors (CONTRIBUTORs in "
-    "site order), committed_by (leader | message | catch_up); topology, shares, body: what else the digest covers",
+    "commit": "committed here: round, digest, base, seal, term (null if caught up), view (voters), contributors (CONTRIBUTORs "
+    "in site order), committed_by (leader | message | catch_up); topology, shares, body: what else the digest covers",
     "discard": "an attempt was given up: round, term, attempt, plan, reason (from DISCARD_REASONS)",
     "join": "a peer became known and ready: peer_id, peer_site",
     "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds",
     "leave": "this peer leaves: reason",
     "stop": "this peer ended: exit_code, reason",
-}
-
-DISCARD_REASONS)",
-    "join": "a peer became known and ready: peer, site",
-    "lost": "a peer was not heard for the limit: peer, site, seconds",
-    "leave": "this peer leaves: reason",
-    "stop": "this peer ended: exit code, reason",
 }
 
 DISCARD_REASONS = ("member_lost", "higher_term", "exchange_failed", "unequal_held", "plan_refused", "stepped_down", "shutdown")
