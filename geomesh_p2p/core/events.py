@@ -259,6 +259,7 @@ HISTORY_KINDS = {
     "start": "peer (re)started, first note of every process: round, digest, term, held (HELD); sequence_length if known",
     "founding": "round 0 founded or learnt: base (digest of round 0), founder, view",
     "adopt": "the state of a round was taken from a snapshot: round, digest, view",
+    "anchor": "this peer's hash of one part of its anchor after a round (optional): round, digest, part, hash",
     "term": "a higher term was adopted: term, leader (or empty)",
     "vote": "a vote given, the one for oneself too (no pre-votes): term, to, round (own committed), held (own HELD)",
     "leader": "this peer became leader: term, round (own committed), voters (of the winning quorum)",
