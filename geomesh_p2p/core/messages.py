@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.types import Contribution, Held, Link, PeerId, Plan, Profile, Term, Update
+from geomesh_p2p.core.types import Contribution, Held, Link, PeerId, Plan, Profile, Range, Term, Update
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,31 @@ class PartHeader:
     payload_bytes: int
 
 
+@dataclass(frozen=True)
+class ChunkWanted:
+    """Send me these bytes of (kind, owner, share). Asked of the owner after a missed deadline, and of other members, who
+    pass on what they hold. Without gaps a part's header alone is asked for."""
+
+    plan: Digest
+    kind: str
+    owner: PeerId
+    share: int
+    gaps: tuple[Range, ...]  # half-open, in bytes of the stream
+
+
+@dataclass(frozen=True)
+class ChunkMissing:
+    """Answer to ChunkWanted: the sender does not have (kind, owner, share) either; it waits for `peers` itself."""
+
+    plan: Digest
+    kind: str
+    owner: PeerId
+    share: int
+    peers: tuple[PeerId, ...]
+
+
 Message = (
     Hello | Refused | Heartbeat | HeartbeatEcho | VoteRequest | Vote | PlanOffer | PlanRefused | Finished | Close | Lost
-    | HeldReport | HoldAgain | Commit | Leave | Fetch | Fetched | Chunk | ChunkAck | PartHeader
+    | HeldReport | HoldAgain | Commit | Leave | Fetch | Fetched | Chunk | ChunkAck | PartHeader | ChunkWanted
+    | ChunkMissing
 )
