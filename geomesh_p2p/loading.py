@@ -1,0 +1,360 @@
+"""From files, environment and flags to a checked configuration, with the origin of every value.
+
+Precedence: flag > GEOMESH_* > site file (its [net] and [metrics]) > run file > default. Whatever is wrong is a ConfigError
+of one line that names file (or flag), key and value. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from geomesh_p2p.config import MetricsSection, NetSection, RunConfig, SiteConfig
+from geomesh_p2p.errors import ConfigError
+
+ENV_PREFIX = "GEOMESH_"
+DEFAULT = "default"
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run's configuration; `origins` has one entry for each `section.key`: a file, a variable, a flag or "default"."""
+
+    config: RunConfig
+    origins: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SiteFile:
+    path: Path
+    config: SiteConfig
+
+    @property
+    def name(self) -> str:
+        return self.config.site.name
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a libp2p multiaddress says: /ip4|ip6|dns|dns4|dns6/HOST/tcp|udp/PORT[/...][/p2p/PEER]."""
+
+    host: str
+    port: int
+    peer: str
+
+    @property
+    def wildcard(self) -> bool:
+        return self.host in ("0.0.0.0", "::", "0:0:0:0:0:0:0:0")
+
+    @property
+    def loopback(self) -> bool:
+        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+
+
+# ---------------------------------------------------------------- what others call
+
+
+def load_run(
+    path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
+) -> RunConfig:
+    """The run file at `path` with `overrides` (flags, "section.key" to text) and `env` laid over it, checked as a whole."""
+    return resolve_run(path, overrides, env, site).config
+
+
+def resolve_run(
+    path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
+) -> Resolved:
+    data = read_toml(path)
+    origins: dict[str, str] = {}
+    for section, table in data.items():
+        if isinstance(table, dict):
+            origins |= {f"{section}.{key}": str(path) for key in table}
+    if site is not None:
+        for section, values in (("net", site.config.net), ("metrics", site.config.metrics)):
+            for key, value in values.items():
+                _put(data, origins, f"{section}.{key}", value, str(site.path))
+    for variable, text in sorted(env.items()):
+        if variable.startswith(ENV_PREFIX) and "__" in variable:
+            key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
+            _put(data, origins, key, _from_text(key, text, variable), variable)
+    for key, text in overrides.items():
+        _put(data, origins, key, _from_text(key, text, f"--{key}"), f"--{key}")
+    config = _validate(RunConfig, data, str(path), origins)
+    origins = {key: origins.get(key, DEFAULT) for key in run_keys()}
+    for keys, problem in run_problems(config):
+        raise ConfigError(f"{_blame(keys, origins, str(path))}: {problem}")
+    return Resolved(config, origins)
+
+
+def load_site(path: str | Path) -> SiteConfig:
+    data = read_toml(path)
+    config = _validate(SiteConfig, data, str(path), {})
+    for section, model in (("net", NetSection), ("metrics", MetricsSection)):
+        _validate(model, data.get(section, {}), str(path), {}, prefix=(section,))
+    return config
+
+
+def load_sites(*paths: str | Path) -> tuple[SiteFile, ...]:
+    """Site files, or all *.toml of folders, ordered by site name. Raises ConfigError if there are none or two share a name."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        if not found:
+            raise ConfigError(f"{path}: no site files (*.toml) in this folder")
+        files += found
+    sites: dict[str, SiteFile] = {}
+    for file in files:
+        site = SiteFile(file, load_site(file))
+        if site.name in sites:
+            other = sites[site.name].path
+            raise ConfigError(f'{file}: site.name = "{site.name}" is also the name in {other}: give each site its own')
+        sites[site.name] = site
+    if not sites:
+        raise ConfigError("no site files given: name files or a folder with --sites")
+    return tuple(sites[name] for name in sorted(sites))
+
+
+def check_sites(run: RunConfig, sites: Sequence[SiteFile]) -> list[str]:
+    """Checks that need run and sites together. Raises ConfigError; returns warnings (one line each)."""
+    names = {site.name for site in sites}
+    trainers = [site for site in sites if site.config.site.trains]
+    if len(trainers) < run.run.min_peers:
+        raise ConfigError(f"run.min_peers = {run.run.min_peers}, but only {len(trainers)} of the sites given train")
+    for name in run.planner.fixed:
+        if run.planner.mode == "fixed" and name not in names:
+            raise ConfigError(f'planner.fixed names "{name}", which is not among the sites given{_nearest(name, names)}')
+    for site in trainers:
+        limits = [("device.max_batch", site.config.device.max_batch)]
+        if site.config.emulation is not None:
+            limits.append(("emulation.max_batch", site.config.emulation.max_batch))
+        batch = run.planner.batch
+        if run.planner.mode == "fixed":
+            batch = run.planner.fixed.get(site.name, (batch, 0))[0]
+        for key, limit in limits:
+            if run.planner.mode != "planned" and limit is not None and batch > limit:
+                mode = run.planner.mode
+                raise ConfigError(f"{site.path}: {key} = {limit} is below the batch of {batch} of planner.mode = {mode}")
+    return [
+        f'{site.path}: links.{name} names no site of this run{_nearest(name, names)}: it is not used'
+        for site in sites
+        for name in site.config.links
+        if name != "default" and name not in names
+    ]
+
+
+def run_keys() -> dict[str, Any]:
+    """`section.key` to pydantic's field of every key of a run file, in the file's order."""
+    return {
+        f"{section}.{key}": field
+        for section, outer in RunConfig.model_fields.items()
+        for key, field in typing.cast(type[BaseModel], outer.annotation).model_fields.items()
+    }
+
+
+def parse_address(text: str) -> Address:
+    """Raises ValueError with the reason."""
+    parts = text.split("/")
+    if len(parts) < 5 or parts[0] or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[3] not in ("tcp", "udp"):
+        raise ValueError("is no multiaddress such as /ip4/203.0.113.5/tcp/31337")
+    if not parts[4].isdigit() or int(parts[4]) > 65535:
+        raise ValueError(f"has no port number where it says {parts[4]!r}")
+    peer = parts[parts.index("p2p") + 1] if "p2p" in parts[:-1] else ""
+    return Address(parts[2], int(parts[4]), peer)
+
+
+# ---------------------------------------------------------------- cross-checks
+
+
+def run_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What the fields allow one by one but not together: (keys concerned, what is wrong and what to do)."""
+
+    def value(key: str) -> Any:
+        section, _, name = key.partition(".")
+        return getattr(getattr(config, section), name)
+
+    def show(key: str) -> str:
+        return f"{key} = {json.dumps(value(key))}"
+
+    def clash(low: str, high: str, relation: str) -> tuple[tuple[str, ...], str]:
+        return (low, high), f"{show(low)} must {relation} {show(high)}"
+
+    model, dataset = config.model, config.dataset
+    if not model.path and model.hidden_size % (2 * model.heads):
+        yield clash("model.hidden_size", "model.heads", "be an even multiple of")
+    if not model.path and model.heads % model.kv_heads:
+        yield clash("model.kv_heads", "model.heads", "divide")
+    if not model.path and model.pretrained:
+        yield ("model.pretrained",), "model.pretrained = true needs model.path, the folder or hub id that has the weights"
+    if dataset.source != "python-stdlib" and not dataset.paths:
+        yield ("dataset.source",), f"{show('dataset.source')} needs dataset.paths: files or glob patterns"
+    if dataset.source == "python-stdlib" and dataset.paths:
+        yield ("dataset.paths",), f"{show('dataset.source')} reads no dataset.paths: set the source to text or jsonl"
+    if config.inner.warmup_tokens >= config.inner.total_tokens:
+        yield clash("inner.warmup_tokens", "inner.total_tokens", "be below")
+    if max(config.inner.betas) >= 1:
+        yield ("inner.betas",), f"{show('inner.betas')} must be below 1"
+    if config.outer.momentum >= 1:
+        yield ("outer.momentum",), f"{show('outer.momentum')} must be below 1"
+    if config.planner.min_steps > config.planner.max_steps:
+        yield clash("planner.min_steps", "planner.max_steps", "not be above")
+    if config.planner.max_steps_ratio < 1:
+        yield ("planner.max_steps_ratio",), f"{show('planner.max_steps_ratio')} must be at least 1"
+    if config.net.heartbeat_seconds * 2 > config.net.heartbeat_limit_seconds:
+        yield clash("net.heartbeat_seconds", "net.heartbeat_limit_seconds", "be at most half of")
+    yield from _address_problems(config.net)
+
+
+def _address_problems(net: NetSection) -> Iterator[tuple[tuple[str, ...], str]]:
+    texts = {"net.listen": (net.listen,), "net.announce": (net.announce,) if net.announce else (), "net.seeds": net.seeds}
+    parsed: dict[str, list[Address]] = {key: [] for key in texts}
+    for key, text in [(key, text) for key, several in texts.items() for text in several]:
+        try:
+            parsed[key].append(parse_address(text))
+        except ValueError as error:
+            yield (key,), f'{key}: "{text}" {error}'
+            return
+        if key == "net.seeds" and not parsed[key][-1].peer:
+            yield (key,), f'{key}: "{text}" must end in /p2p/PEER_ID, as printed by the peer to meet'
+    for announce in parsed["net.announce"]:
+        if announce.wildcard:
+            yield ("net.announce",), f'net.announce = "{net.announce}" is a wildcard, which nobody can dial: give an address'
+        if announce.port == 0:
+            yield ("net.announce",), f'net.announce = "{net.announce}" has port 0: give the fixed port that others dial'
+    dialled = "net.announce" if net.announce else "net.listen"
+    remote = [text for text, seed in zip(net.seeds, parsed["net.seeds"], strict=True) if not seed.loopback]
+    if remote and parsed[dialled][0].loopback:
+        advice = "listen on /ip4/0.0.0.0/tcp/PORT and set net.announce to the public address"
+        loopback = texts[dialled][0]
+        yield (dialled, "net.seeds"), f'{dialled} = "{loopback}" is loopback, but the seed "{remote[0]}" is not: {advice}'
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that is missing, unreadable, not UTF-8 or not TOML."""
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        near = _nearest(path.name, (file.name for file in path.parent.glob("*.toml"))) if path.parent.is_dir() else ""
+        raise ConfigError(f"{path}: there is no such file{near}") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
+        raise ConfigError(f"{path}: line {line} is not UTF-8 (byte 0x{byte:02x}): save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _put(data: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+    section, _, name = key.partition(".")
+    table = data.setdefault(section, {})
+    if isinstance(table, dict):                                   # else validation names the section that is no table
+        table[name] = value
+        origins[key] = origin
+
+
+def _from_text(key: str, text: str, origin: str) -> Any:
+    field = run_keys().get(key)
+    if field is None:
+        raise ConfigError(f"{origin}: unknown key {key}{_nearest_key(key.split('.'), RunConfig)}")
+    try:
+        return _parse(text, field.annotation)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{origin}: {key} = {text}: not valid JSON: {error.msg} at character {error.pos + 1}") from None
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """`text` as the JSON value that a field of type `kind` wants; what does not fit stays text, for validation to refuse."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _parse(text, arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return None if text.lower() in ("", "none", "null") else _parse(text, arguments[0])
+    if origin is typing.Literal:
+        return next((value for value in arguments if str(value) == text), text)
+    if origin is dict or (origin is tuple and text.lstrip().startswith("[")):
+        return json.loads(text)
+    if origin is tuple:
+        return [_parse(item.strip(), arguments[0]) for item in text.split(",") if item.strip()]
+    if kind is bool:
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+    return text
+
+
+# ---------------------------------------------------------------- errors in words
+
+
+def _validate(model: type[Model], data: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...] = ()) -> Model:
+    try:
+        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    first = problems[0]
+    path = [str(part) for part in (*prefix, *first["loc"])]
+    key = ".".join(path)
+    where = origins.get(".".join(path[:2]), file)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        raise ConfigError(f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}{more}")
+    if first["type"] == "missing":
+        raise ConfigError(f"{where}: {key} is missing{more}")
+    reason = re.sub(r"^(Input|String|Object) should", "should", first["msg"])
+    reason = reason.replace("an object", "a table").replace("valid array", "list")
+    raise ConfigError(f"{where}: {key} = {json.dumps(first['input'], default=str)}: {reason}{more}")
+
+
+def _blame(keys: Iterable[str], origins: Mapping[str, str], file: str) -> str:
+    """The origin of the first of `keys` that somebody set, the most deliberate first: flag, variable, file."""
+    set_by = [origins[key] for key in keys if origins.get(key, DEFAULT) != DEFAULT]
+    return min(set_by, key=lambda origin: (not origin.startswith("--"), not origin.startswith(ENV_PREFIX)), default=file)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+def _nearest_key(path: Sequence[str], model: type[BaseModel]) -> str:
+    """The key most like the one at `path`: a sibling, else the same name in another section, else whatever is near."""
+    parents, name = path[:-1], path[-1]
+    keys = list(run_keys())
+    same_name = [key for key in keys if key.partition(".")[2] == name]
+    siblings: list[str] = list(model.model_fields)
+    for parent in parents:
+        inner = _model_of(model.model_fields[parent].annotation) if parent in model.model_fields else None
+        if inner is None:
+            break
+        model, siblings = inner, list(inner.model_fields)
+    else:
+        match = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+        if match and not same_name:
+            return f" (did you mean {'.'.join([*parents, match[0]])}?)"
+    elsewhere = same_name or difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.6)
+    return f" (did you mean {' or '.join(elsewhere)}?)" if elsewhere else ""
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    options = [annotation, *typing.get_args(annotation)]
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
