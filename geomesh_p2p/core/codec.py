@@ -1,0 +1,484 @@
+"""Contributions and parts as bytes: signs with magnitudes, or plain numbers for comparison.
+
+    delta = anchor - weights (+ residual)      bit = delta >= 0      magnitude = mean |delta| over a tensor (or a row of it)
+
+A *section* encodes parameters [start, stop), `start` a multiple of 8: little-endian fp32 magnitudes (one for each tensor or
+row that the section touches), then `width` bits a parameter, the lowest bits of a byte first. A payload is the section of the
+whole vector. A reducer's part is the section of its share. Widths:
+
+    1    a sign: ±magnitude                            magnitude: L1 mean, or root mean square, of what is encoded
+    2    -1, 0, 1 times the magnitude                  mean of |x| above 0.7 mean |x| (ternary weight networks, Li et al. 2016)
+    4    -7 ... 7 times the magnitude (the step)       max |x| / 7
+    8    -127 ... 127 times the magnitude (the step)   max |x| / 127
+    16   fp16, 32 fp32                                 none
+
+All but width 1 can say zero, so a tie stays one. Values decoded are fp32 and the same on every machine: only separate IEEE
+multiplications and additions, element by element, in a fixed order. Kernels work in chunks that stay in the cache: no
+full-size delta or mean ever exists. Nothing here is a reduction but the magnitudes, which are computed once and then sent.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geomesh_p2p.config import CodecSection
+from geomesh_p2p.core.layout import CHUNK, Layout, Piece, Tensor, layout_of
+
+__all__ = [
+    "CHUNK", "MAX_MAGNITUDE", "Layout", "Mean", "NotFinite", "Part", "Piece", "Tensor", "decode_part", "encode", "encode_part",
+    "fault_in", "fault_in_part", "layout_of", "mean_of", "new_part_residual", "new_residual", "part_bytes", "payload_bytes",
+    "slice_payload",
+]  # fmt: skip
+
+Vector = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Fill = Callable[[int, int, Vector], None]
+"""fill(start, stop, out): writes parameters [start, stop) of what is encoded to `out`."""
+
+MAX_MAGNITUDE = 1e6
+"""A contribution that moves a parameter further than this in one round is absurd and refused by rule."""
+
+_PAYLOAD_WIDTHS = {"sign": 1, "int8": 8, "fp16": 16, "fp32": 32}
+_NUMBERS: dict[int, Any] = {16: np.dtype("<f2"), 32: np.dtype("<f4")}
+_TOP = {2: 1, 4: 7, 8: 127}
+ONE = np.float32(1)
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The delta of `tensor` has a NaN or an infinity (or is beyond what the format can carry): the peer abstains."""
+
+    tensor: str
+
+
+def _table(width: int) -> Vector:
+    """For each byte the `8 / width` fp32 numbers it stands for (to be scaled by a magnitude)."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)
+    if width == 1:
+        return 2 * bits - 1
+    worth = 2.0 ** np.arange(width, dtype=np.float32)
+    worth[-1] *= -1
+    return np.ascontiguousarray(bits.reshape(256, 8 // width, width) @ worth, dtype=np.float32)
+
+
+_TABLES = {width: _table(width) for width in (1, 2, 4, 8)}
+
+
+def payload_width(settings: CodecSection) -> int:
+    """Bits a parameter of a contribution."""
+    return _PAYLOAD_WIDTHS[settings.payload]
+
+
+def part_width(settings: CodecSection) -> int:
+    """Bits a parameter of a reducer's answer; plain payloads are answered in kind."""
+    return settings.second_phase_bits if settings.payload == "sign" else payload_width(settings)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Parameters [start, stop) at `width` bits each, as bytes."""
+
+    layout: Layout
+    width: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.layout.parameters:
+            raise ValueError(f"[{self.start}, {self.stop}) is not within the {self.layout.parameters} parameters")
+        if self.start % 8:
+            raise ValueError(f"start {self.start} is not a multiple of 8")
+
+    @cached_property
+    def first_magnitude(self) -> int:
+        return self.layout.magnitude_range(self.start, self.stop)[0]
+
+    @cached_property
+    def magnitudes(self) -> int:
+        first, last = self.layout.magnitude_range(self.start, self.stop) if self.width <= 8 else (0, 0)
+        return last - first
+
+    @property
+    def head_bytes(self) -> int:
+        return 4 * self.magnitudes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.head_bytes + self.span(self.start, self.stop)[1]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes after the magnitudes that hold parameters [start, stop)."""
+        return ((start - self.start) * self.width // 8, -(-(stop - self.start) * self.width // 8))
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(self.start, self.stop, CHUNK):
+            yield start, min(start + CHUNK, self.stop)
+
+    def head(self, data: Bytes) -> Vector:
+        return data[: self.head_bytes].view("<f4")
+
+    def checked(self, data: Any) -> Bytes:
+        """`data` as bytes of the right number; raises ValueError."""
+        array: Bytes = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+        if array.dtype != np.uint8 or array.size != self.total_bytes:
+            where = f"[{self.start}, {self.stop})"
+            raise ValueError(f"{array.size} bytes of {array.dtype} are not the {self.total_bytes} that {where} takes")
+        return array
+
+
+def _whole(layout: Layout, settings: CodecSection) -> _Section:
+    return _Section(layout, payload_width(settings), 0, layout.parameters)
+
+
+def _part(layout: Layout, settings: CodecSection, start: int, stop: int) -> _Section:
+    return _Section(layout, part_width(settings), start, stop)
+
+
+# ---------------------------------------------------------------- encoding
+
+
+def encode(
+    layout: Layout,
+    anchor: Vector,
+    weights: Vector,
+    settings: CodecSection,
+    residual: Vector | None = None,
+    out: Bytes | None = None,
+) -> Bytes | NotFinite:
+    """The payload of anchor - weights (+ residual), in `out` if given. The residual is read only: see `new_residual`."""
+    return _encode(_whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out)
+
+
+def encode_part(
+    layout: Layout,
+    settings: CodecSection,
+    mean: Vector,
+    start: int,
+    stop: int,
+    residual: Vector | None = None,
+) -> Bytes | NotFinite:
+    """A reducer's answer for its share [start, stop): `mean` (and `residual`) have stop - start elements."""
+    section = _part(layout, settings, start, stop)
+    return _encode(section, settings.magnitude == "rms", _shifted(mean, start, residual), None)
+
+
+def new_residual(
+    layout: Layout,
+    settings: CodecSection,
+    anchor: Vector,
+    weights: Vector,
+    residual: Vector | None,
+    payload: Bytes,
+) -> Vector:
+    """What `payload` left unsaid, decayed: the residual from the moment that the payload's round is committed."""
+    return _unsaid(_whole(layout, settings), settings, _delta(anchor, weights, residual), payload)
+
+
+def new_part_residual(
+    layout: Layout,
+    settings: CodecSection,
+    mean: Vector,
+    start: int,
+    stop: int,
+    residual: Vector | None,
+    part: Bytes,
+) -> Vector:
+    """As `new_residual`, for a reducer's share (stop - start elements)."""
+    return _unsaid(_part(layout, settings, start, stop), settings, _shifted(mean, start, residual), part)
+
+
+def _delta(anchor: Vector, weights: Vector, residual: Vector | None) -> Fill:
+    def fill(start: int, stop: int, out: Vector) -> None:
+        np.subtract(anchor[start:stop], weights[start:stop], out=out)
+        if residual is not None:
+            np.add(out, residual[start:stop], out=out)
+
+    return fill
+
+
+def _shifted(mean: Vector, origin: int, residual: Vector | None) -> Fill:
+    def fill(start: int, stop: int, out: Vector) -> None:
+        if residual is None:
+            np.copyto(out, mean[start - origin : stop - origin])
+        else:
+            np.add(mean[start - origin : stop - origin], residual[start - origin : stop - origin], out=out)
+
+    return fill
+
+
+def _encode(section: _Section, rms: bool, fill: Fill, out: Bytes | None) -> Bytes | NotFinite:
+    data = np.empty(section.total_bytes, np.uint8) if out is None else section.checked(out)
+    if section.width > 8:
+        return _encode_numbers(section, fill, data)
+    scratch, body = np.empty(CHUNK, np.float32), data[section.head_bytes :]
+    if section.width == 1:
+        measure = _MeanOf(section, "square" if rms else "absolute", packed=body).run(fill, scratch)
+        magnitudes = np.sqrt(measure.mean) if rms else measure.mean
+    elif section.width == 2:
+        measure = _MeanOf(section, "absolute").run(fill, scratch)
+        magnitudes = _MeanOf(section, "absolute", above=0.7 * measure.mean).run(fill, scratch).mean
+    else:
+        measure = _MeanOf(section, "maximum").run(fill, scratch)
+        magnitudes = measure.sums / _TOP[section.width]
+    bad = measure.first_not_finite()
+    if bad is not None:
+        return NotFinite(bad)
+    section.head(data)[:] = magnitudes
+    if section.width > 1:
+        _pack_levels(section, fill, scratch, section.head(data), body)
+    return data
+
+
+class _MeanOf:
+    """One pass over a section: the sum, by magnitude, of |x| or x*x (or the maximum of |x|), and the packed signs if asked."""
+
+    def __init__(
+        self, section: _Section, of: str, packed: Bytes | None = None, above: npt.NDArray[np.float64] | None = None
+    ) -> None:
+        self.section, self.of, self.packed, self.above = section, of, packed, above
+        self.sums = np.zeros(section.magnitudes)
+        self.counts = np.zeros(section.magnitudes, np.int64)
+
+    @property
+    def mean(self) -> npt.NDArray[np.float64]:
+        return self.sums / np.maximum(self.counts, 1)
+
+    def run(self, fill: Fill, scratch: Vector) -> _MeanOf:
+        section = self.section
+        signs = np.empty(CHUNK, np.bool_)
+        with np.errstate(invalid="ignore", over="ignore"):
+            for start, stop in section.chunks():
+                values = scratch[: stop - start]
+                fill(start, stop, values)
+                if self.packed is not None:
+                    begin, end = section.span(start, stop)
+                    bits = np.greater_equal(values, 0, out=signs[: stop - start])
+                    self.packed[begin:end] = np.packbits(bits, bitorder="little")
+                (np.square if self.of == "square" else np.abs)(values, out=values)
+                self._add(start, stop, values)
+        return self
+
+    def _add(self, start: int, stop: int, values: Vector) -> None:
+        origin = self.section.first_magnitude
+        for piece in self.section.layout.pieces(start, stop):
+            rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
+            at = slice(piece.magnitude - origin, piece.magnitude - origin + piece.rows)
+            if self.above is not None:
+                chosen = rows > self.above[at, None]
+                self.sums[at] += (rows * chosen).sum(axis=1)
+                self.counts[at] += chosen.sum(axis=1)
+            elif self.of == "maximum":
+                self.sums[at] = np.maximum(self.sums[at], rows.max(axis=1))
+            else:
+                self.sums[at] += rows.sum(axis=1)
+                self.counts[at] += rows.shape[1]
+
+    def first_not_finite(self) -> str | None:
+        finite = np.isfinite(self.sums)
+        if finite.all():
+            return None
+        magnitude = int(np.argmin(finite)) + self.section.first_magnitude
+        layout = self.section.layout
+        return layout.tensors[bisect_right(layout.first_magnitudes, magnitude) - 1].name
+
+
+def _pack_levels(section: _Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes) -> None:
+    width, top, origin = section.width, _TOP[section.width], section.first_magnitude
+    divisors = np.where(steps > 0, steps, np.float32(1))
+    for start, stop in section.chunks():
+        values = scratch[: stop - start]
+        fill(start, stop, values)
+        for piece in section.layout.pieces(start, stop):
+            rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
+            rows /= divisors[piece.magnitude - origin : piece.magnitude - origin + piece.rows, None]
+        np.clip(np.rint(values, out=values), -top, top, out=values)
+        begin, end = section.span(start, stop)
+        levels = np.zeros((end - begin) * (8 // width), np.int8)
+        levels[: stop - start] = values
+        columns = (levels.view(np.uint8) & (2**width - 1)).reshape(end - begin, 8 // width)
+        body[begin:end] = np.bitwise_or.reduce(columns << (width * np.arange(8 // width, dtype=np.uint8)), axis=1)
+
+
+def _encode_numbers(section: _Section, fill: Fill, data: Bytes) -> Bytes | NotFinite:
+    scratch, numbers = np.empty(CHUNK, np.float32), data.view(_NUMBERS[section.width])
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start, stop in section.chunks():
+            values = scratch[: stop - start]
+            fill(start, stop, values)
+            coded = numbers[start - section.start : stop - section.start]
+            coded[:] = values
+            if not np.isfinite(coded).all():
+                at = start + int(np.argmin(np.isfinite(coded)))
+                return NotFinite(section.layout.tensors[next(section.layout.pieces(at, at + 1)).tensor].name)
+    return data
+
+
+def _unsaid(section: _Section, settings: CodecSection, fill: Fill, data: Any) -> Vector:
+    rest = np.empty(section.stop - section.start, np.float32)
+    decoder, said = _Decoder(section, data), np.empty(CHUNK, np.float32)
+    for start, stop in section.chunks():
+        left = rest[start - section.start : stop - section.start]
+        fill(start, stop, left)
+        left -= decoder.decode(start, stop, list(section.layout.pieces(start, stop)), said[: stop - start])
+        left *= np.float32(settings.residual_decay)
+    return rest
+
+
+# ---------------------------------------------------------------- decoding
+
+
+class _Decoder:
+    """Reads one section chunk by chunk: coefficient * level, the coefficient being fp32(weight * magnitude)."""
+
+    def __init__(self, section: _Section, data: Any, weight: np.float32 = ONE) -> None:
+        checked = section.checked(data)
+        self.section = section
+        self.body = checked[section.head_bytes :]
+        self.weight = weight
+        self.coefficients = section.head(checked) * weight
+
+    def decode(self, start: int, stop: int, pieces: Sequence[Piece], out: Vector) -> Vector:
+        """Writes parameters [start, stop), `start` a multiple of 8, cut into `pieces`, to `out`."""
+        section = self.section
+        begin, end = section.span(start, stop)
+        coded = self.body[begin:end]
+        if section.width > 8:
+            return np.multiply(coded.view(_NUMBERS[section.width]), self.weight, out=out, dtype=np.float32)
+        table, origin = _TABLES[section.width], section.first_magnitude
+        if len(pieces) == 1 and pieces[0].rows == 1:
+            return _look_up(table * self.coefficients[pieces[0].magnitude - origin], coded, out)
+        _look_up(table, coded, out)
+        for first, last, magnitude, rows, _ in pieces:
+            stretch = out[first - start : last - start].reshape(rows, -1)
+            np.multiply(stretch, self.coefficients[magnitude - origin : magnitude - origin + rows, None], out=stretch)
+        return out
+
+
+def _look_up(table: Vector, coded: Bytes, out: Vector) -> Vector:
+    per_byte = table.shape[1]
+    whole = out.size // per_byte
+    np.take(table, coded[:whole], axis=0, out=out[: whole * per_byte].reshape(whole, per_byte), mode="clip")
+    if whole < coded.size:
+        out[whole * per_byte :] = table[coded[whole], : out.size - whole * per_byte]
+    return out
+
+
+def weights_of(tokens: Sequence[int]) -> tuple[np.float32, ...]:
+    """fp32(tokens_i / sum of tokens), in the order given. Raises ValueError unless all are positive."""
+    if not tokens or min(tokens) <= 0:
+        raise ValueError(f"tokens {tuple(tokens)}: a mean needs at least one contribution, each with tokens")
+    total = sum(tokens)
+    return tuple(np.float32(count / total) for count in tokens)
+
+
+class Mean:
+    """The token-weighted mean of whole payloads, read stretch by stretch (`start` a multiple of 8).
+
+    c_i = fp32(weight_i * magnitude_i), then ((±c_1) ± c_2) ± c_3 ... in the order given (site order), one fp32 addition after
+    the other. Payloads are whole-size buffers; only the bytes that `slice_payload(start, stop)` names are used."""
+
+    def __init__(self, layout: Layout, settings: CodecSection, payloads: Sequence[Any], tokens: Sequence[int]) -> None:
+        if len(payloads) != len(tokens):
+            raise ValueError(f"{len(payloads)} payloads but {len(tokens)} token counts")
+        section = _whole(layout, settings)
+        self._layout = layout
+        self._decoders = [_Decoder(section, p, w) for p, w in zip(payloads, weights_of(tokens), strict=True)]
+
+    def read(self, start: int, stop: int, out: Vector) -> Vector:
+        """Parameters [start, stop) in `out` (stop - start elements)."""
+        _Section(self._layout, 1, start, stop)
+        scratch = np.empty(min(CHUNK, stop - start), np.float32)
+        for begin in range(start, stop, CHUNK):
+            end = min(begin + CHUNK, stop)
+            pieces = list(self._layout.pieces(begin, end))
+            into, term = out[begin - start : end - start], scratch[: end - begin]
+            self._decoders[0].decode(begin, end, pieces, into)
+            for decoder in self._decoders[1:]:
+                np.add(into, decoder.decode(begin, end, pieces, term), out=into)
+        return out
+
+
+def mean_of(
+    layout: Layout,
+    settings: CodecSection,
+    payloads: Sequence[Any],
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    out: Vector,
+) -> Vector:
+    """`Mean(layout, settings, payloads, tokens).read(start, stop, out)`."""
+    return Mean(layout, settings, payloads, tokens).read(start, stop, out)
+
+
+class Part:
+    """A reducer's answer for its share [start, stop), read stretch by stretch."""
+
+    def __init__(self, layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> None:
+        self._layout = layout
+        self._decoder = _Decoder(_part(layout, settings, start, stop), part)
+
+    def read(self, start: int, stop: int, out: Vector) -> Vector:
+        """Parameters [start, stop) of the share in `out` (stop - start elements), `start` a multiple of 8."""
+        for begin in range(start, stop, CHUNK):
+            end = min(begin + CHUNK, stop)
+            self._decoder.decode(begin, end, list(self._layout.pieces(begin, end)), out[begin - start : end - start])
+        return out
+
+
+def decode_part(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int, out: Vector) -> Vector:
+    """The mean that a reducer's answer for [start, stop) stands for, in `out` (stop - start elements)."""
+    return Part(layout, settings, part, start, stop).read(start, stop, out)
+
+
+# ---------------------------------------------------------------- sizes, slices and checks
+
+
+def payload_bytes(layout: Layout, settings: CodecSection) -> int:
+    return _whole(layout, settings).total_bytes
+
+
+def part_bytes(layout: Layout, settings: CodecSection, start: int, stop: int) -> int:
+    return _part(layout, settings, start, stop).total_bytes
+
+
+def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int) -> list[tuple[int, int]]:
+    """Half-open byte ranges of a payload that a reducer of [start, stop) needs: its magnitudes (if any) and its bits."""
+    section = _whole(layout, settings)
+    _Section(layout, section.width, start, stop)
+    begin, end = section.span(start, stop)
+    first, last = layout.magnitude_range(start, stop) if section.magnitudes else (0, 0)
+    ranges = [(4 * first, 4 * last), (section.head_bytes + begin, section.head_bytes + end)]
+    return [(low, high) for low, high in ranges if low < high]
+
+
+def fault_in(layout: Layout, settings: CodecSection, payload: Any) -> str:
+    """Why a received payload is refused (its length, a magnitude that is negative, absurd or not finite), or nothing."""
+    return _fault(_whole(layout, settings), payload)
+
+
+def fault_in_part(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> str:
+    """As `fault_in`, for a reducer's answer."""
+    return _fault(_part(layout, settings, start, stop), part)
+
+
+def _fault(section: _Section, data: Any) -> str:
+    try:
+        checked = section.checked(data)
+    except ValueError as error:
+        return str(error)
+    numbers = section.head(checked) if section.width <= 8 else checked.view(_NUMBERS[section.width])
+    for start in range(0, numbers.size, CHUNK):
+        some = numbers[start : start + CHUNK].astype(np.float32)
+        lowest, highest = float(some.min()), float(some.max())
+        if math.isnan(lowest + highest) or max(-lowest, highest) > MAX_MAGNITUDE or (lowest < 0 and section.width <= 8):
+            return f"holds {lowest:g} ... {highest:g}: magnitudes are finite, not negative and at most {MAX_MAGNITUDE:g}"
+    return ""

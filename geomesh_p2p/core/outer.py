@@ -1,0 +1,94 @@
+"""The outer step: the committed mean moves the anchor, the same way on every machine.
+
+SGD with (Nesterov) momentum on the mean delta g (a pseudo-gradient; Sutskever et al. 2013, as in DiLoCo):
+
+    momentum = mu * momentum + g        step = g + mu * momentum  (plain: momentum)        anchor = anchor - lr * step
+
+every multiplication, addition and subtraction on its own, fp32, element by element: never fused, never reordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core.codec import CHUNK, Layout, Mean, Part, part_bytes, payload_bytes
+from geomesh_p2p.core.types import Update
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """The shared weights and the outer momentum after the last committed round; both arrays are changed in place."""
+
+    anchor: Vector
+    momentum: Vector
+
+    @classmethod
+    def founded(cls, anchor: Vector) -> OuterState:
+        return cls(anchor, np.zeros_like(anchor))
+
+
+def apply_mean(state: OuterState, mean: Vector, start: int, stop: int, settings: OuterSection) -> None:
+    """Moves parameters [start, stop) by `mean` (stop - start elements, read only)."""
+    rate, mu = np.float32(settings.learning_rate), np.float32(settings.momentum)
+    scratch = np.empty(min(CHUNK, stop - start), np.float32)
+    for begin in range(start, stop, CHUNK):
+        end = min(begin + CHUNK, stop)
+        g, step = mean[begin - start : end - start], scratch[: end - begin]
+        momentum, anchor = state.momentum[begin:end], state.anchor[begin:end]
+        np.multiply(momentum, mu, out=momentum)
+        np.add(momentum, g, out=momentum)
+        if settings.nesterov:
+            np.multiply(momentum, mu, out=step)
+            np.add(g, step, out=step)
+            np.multiply(step, rate, out=step)
+        else:
+            np.multiply(momentum, rate, out=step)
+        np.subtract(anchor, step, out=anchor)
+
+
+def apply_update(
+    state: OuterState, layout: Layout, codec: CodecSection, outer: OuterSection, update: Update, body: Any
+) -> None:
+    """Folds one committed update into the state. Without contributors nothing moves, momentum neither.
+
+    `body` is any buffer of bytes: a gather's payloads in contributor order, or a reduce's parts in share order (only shares
+    that are not empty). Raises ValueError, before anything moved, if its length does not fit."""
+    data = np.frombuffer(body, np.uint8)
+    if not update.contributors:
+        if data.size:
+            raise ValueError(f"round {update.round} has no contributors but a body of {data.size} bytes")
+        return
+    if update.topology == "gather":
+        size = payload_bytes(layout, codec)
+        _check_size(update, data.size, size * len(update.contributors))
+        payloads = [data[at : at + size] for at in range(0, data.size, size)]
+        mean = Mean(layout, codec, payloads, [c.tokens for c in update.contributors])
+        _fold(state, outer, mean, 0, layout.parameters)
+        return
+    shares = [(share.start, share.stop) for share in update.shares if share.start < share.stop]
+    if [start for start, _ in shares] + [layout.parameters] != [0] + [stop for _, stop in shares]:
+        raise ValueError(f"the shares of round {update.round} do not cover the {layout.parameters} parameters in order")
+    ends = list(accumulate(part_bytes(layout, codec, start, stop) for start, stop in shares))
+    _check_size(update, data.size, ends[-1])
+    for (start, stop), begin, end in zip(shares, [0, *ends], ends, strict=False):
+        _fold(state, outer, Part(layout, codec, data[begin:end], start, stop), start, stop)
+
+
+def _fold(state: OuterState, outer: OuterSection, mean: Mean | Part, start: int, stop: int) -> None:
+    scratch = np.empty(min(CHUNK, stop - start), np.float32)
+    for begin in range(start, stop, CHUNK):
+        end = min(begin + CHUNK, stop)
+        apply_mean(state, mean.read(begin, end, scratch[: end - begin]), begin, end, outer)
+
+
+def _check_size(update: Update, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ValueError(f"the body of round {update.round} has {found} bytes, not {wanted}")
