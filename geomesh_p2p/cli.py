@@ -1,1 +1,267 @@
-"""The command `geomesh`: verbs, configuration, exit codes. Imports nothing heavy until a verb runs."""
+"""The command `geomesh`: verbs, configuration, exit codes. Imports nothing heavy until a verb runs.
+
+Results go to stdout, logs to stderr. Every key of a run file is also a flag: `--section.key value`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from geomesh_p2p import __version__
+from geomesh_p2p.errors import ConfigError, GeoMeshError, UnreachableError
+
+if TYPE_CHECKING:
+    from geomesh_p2p.loading import Resolved, SiteFile
+
+KEY_FLAG = re.compile(r"--([a-z0-9_]+\.[a-z0-9_.]+)(?:=(.*))?", re.DOTALL)
+Verb = Callable[[argparse.Namespace], int]
+BOOLEANS = ("true", "false", "yes", "no", "1", "0")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code."""
+    try:
+        words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        args, unknown = _parser().parse_known_args(words)
+        if unknown:
+            near = _similar_flag(unknown[0], args.parser)
+            raise ConfigError(f"unknown argument {unknown[0]}{near}: see {args.parser.prog} --help")
+        args.overrides = overrides
+        verb: Verb = args.run_verb
+        return verb(args)
+    except GeoMeshError as error:
+        print(f"geomesh: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:                                       # the reader of our results has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes `--section.key value` (or =value; a boolean needs none) out of `argv`: what is left, and key to text."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        match = KEY_FLAG.fullmatch(word)
+        if match is None:
+            rest.append(word)
+            continue
+        key, value = match.groups()
+        if value is None:
+            boolean = _is_boolean(key)
+            if words and (words[0].lower() in BOOLEANS if boolean else not words[0].startswith("--")):
+                value = words.pop(0)
+            elif boolean:
+                value = "true"
+            else:
+                raise ConfigError(f"--{key} needs a value")
+        overrides[key] = value
+    return rest, overrides
+
+
+def _is_boolean(key: str) -> bool:
+    from geomesh_p2p.loading import run_keys
+
+    field = run_keys().get(key)
+    return field is not None and field.annotation is bool
+
+
+# ---------------------------------------------------------------- verbs
+
+
+def _mesh(args: argparse.Namespace) -> int:
+    from geomesh_p2p.loading import check_sites, load_sites
+
+    resolved, sites = _resolve(args), load_sites(*args.sites)
+    for warning in check_sites(resolved.config, sites):
+        print(f"geomesh: {warning}", file=sys.stderr)
+    from geomesh_p2p.lab.mesh import run_mesh
+
+    return run_mesh(Path(args.run), resolved.config, sites, args.overrides, args.log_format)
+
+
+def _peer(args: argparse.Namespace) -> int:
+    from geomesh_p2p.loading import SiteFile, load_site
+
+    site = SiteFile(Path(args.site), load_site(args.site))
+    if args.bootstrap:
+        reach_seconds = _resolve(args, site).config.net.reach_seconds
+        args.overrides["net.seeds"] = json.dumps([read_address(text, reach_seconds) for text in args.bootstrap])
+    config = _resolve(args, site).config
+    folder = Path(config.run.folder) / config.run.id / site.name
+    if not args.first and not config.net.seeds and not (folder / "identity.key").exists():
+        raise ConfigError("net.seeds is empty: give an address with --bootstrap, or pass --first to start a new run")
+    from geomesh_p2p.peer import PeerOptions, run_peer
+
+    options = PeerOptions(
+        first=args.first,
+        control_fd_in=args.control_fd_in,
+        control_fd_out=args.control_fd_out,
+        log_format=args.log_format,
+        address_file=args.address_file,
+    )
+    return run_peer(config, site.config, options)
+
+
+def read_address(text: str, limit_seconds: float) -> str:
+    """An address as given, or the one in a file (`@FILE`), for which it waits: the founder writes it when it listens."""
+    if not text.startswith("@"):
+        return text
+    path, deadline = Path(text[1:]), time.monotonic() + limit_seconds
+    while True:
+        try:
+            found = path.read_text()
+        except FileNotFoundError:
+            found = ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--bootstrap {text}: cannot be read: {error}") from None
+        if found.endswith("\n"):
+            return found.strip()
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"--bootstrap {text}: no address there after {limit_seconds:g} s (net.reach_seconds)")
+        time.sleep(0.2)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.whatif import what_if
+    from geomesh_p2p.loading import check_sites, load_sites
+
+    config, sites = _resolve(args).config, load_sites(*args.sites)
+    for warning in check_sites(config, sites):
+        print(f"geomesh: {warning}", file=sys.stderr)
+    print(what_if(config, sites, as_json=args.json))
+    return 0
+
+
+def _history_verify(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.verify import main as verify
+
+    return verify(args.folder)
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from geomesh_p2p.loading import SiteFile, load_site
+
+    resolved = _resolve(args, SiteFile(Path(args.site), load_site(args.site)) if args.site else None)
+    values = resolved.config.model_dump(mode="json")
+    if args.json:
+        print(json.dumps({"config": values, "origins": resolved.origins}, indent=2))
+        return 0
+    for section, table in values.items():
+        print(f"[{section}]")
+        for key, value in table.items():
+            text = "# not set" if value is None else json.dumps(value)
+            print(f"{f'{key} = {text}':<44} # {resolved.origins[f'{section}.{key}']}")
+        print()
+    return 0
+
+
+def _resolve(args: argparse.Namespace, site: SiteFile | None = None) -> Resolved:
+    from geomesh_p2p.loading import resolve_run
+
+    return resolve_run(args.run, args.overrides, os.environ, site)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """One plain line on an error; verbs that take a run file list its keys in their help."""
+
+    lists_keys = False
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: see {self.prog} --help")
+
+    def format_help(self) -> str:
+        return super().format_help() + (_keys_help() if self.lists_keys else "")
+
+
+def _keys_help() -> str:
+    from pydantic_core import PydanticUndefined
+
+    from geomesh_p2p.loading import run_keys
+
+    lines = ["", "keys of the run file (flag > GEOMESH_SECTION__KEY > file > default):"]
+    for key, field in run_keys().items():
+        default = "" if field.default is PydanticUndefined else f" [{json.dumps(field.default)}]"
+        lines.append(f"  --{key}{default}")
+        if field.description:
+            lines.append(f"      {field.description}")
+    return "\n".join(lines) + "\n"
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="geomesh", description="Train one language model on GPUs in many places, over the internet.")
+    parser.add_argument("--version", action="version", version=f"geomesh {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def add(name: str, run_verb: Verb, text: str, group: Any = verbs, keys: bool = True) -> _Parser:
+        verb: _Parser = group.add_parser(name, help=text, description=text)
+        verb.set_defaults(run_verb=run_verb, parser=verb)
+        verb.lists_keys = keys
+        if keys:
+            verb.add_argument("run", metavar="RUN.toml", help="run file: what is trained, and how")
+        return verb
+
+    mesh = add("mesh", _mesh, "Run all sites on this machine, one process each, and report.")
+    mesh.add_argument("--sites", nargs="+", required=True, metavar="PATH", help="site files, or a folder of them")
+    _add_log_format(mesh)
+
+    peer = add("peer", _peer, "Run one peer in the foreground.")
+    peer.add_argument("--site", required=True, metavar="FILE", help="site file: where this peer runs")
+    start = peer.add_mutually_exclusive_group()
+    start.add_argument("--first", action="store_true", help="found the run")
+    start.add_argument("--bootstrap", nargs="+", metavar="ADDR", help="peers of the run; @FILE: waits for that file")
+    peer.add_argument("--address-file", type=Path, metavar="FILE", help="write this peer's address there once it listens")
+    peer.add_argument("--control-fd-in", type=int, metavar="N", help=argparse.SUPPRESS)
+    peer.add_argument("--control-fd-out", type=int, metavar="N", help=argparse.SUPPRESS)
+    _add_log_format(peer)
+
+    plan = add("plan", _plan, "Print what each site would be assigned, and why; trains nothing.")
+    plan.add_argument("--sites", nargs="+", required=True, metavar="PATH", help="site files, or a folder of them")
+    plan.add_argument("--json", action="store_true")
+
+    history = verbs.add_parser("history", help="Work on recorded histories.").add_subparsers(metavar="VERB", required=True)
+    verify = add("verify", _history_verify, "Check the protocol's invariants from recorded histories.", history, keys=False)
+    verify.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="a run's folder, or its peers' folders")
+
+    config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
+    show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)
+    show.add_argument("--site", metavar="FILE", help="with the overrides of this site file")
+    show.add_argument("--json", action="store_true")
+    return parser
+
+
+def _add_log_format(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--log-format", choices=("console", "json"), default="console", help="form of the log on stderr")
+
+
+def _similar_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    match = difflib.get_close_matches(word, flags, n=1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
