@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-from typing import Any
+import types
+import typing
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -33,6 +35,38 @@ def plain(value: Any) -> Any:
 def pack(value: Any) -> bytes:
     """The canonical msgpack bytes of `value`."""
     return msgpack.packb(plain(value), use_bin_type=True)
+
+
+T = TypeVar("T")
+
+
+def unpack(kind: type[T], data: bytes | memoryview) -> T:
+    """The frozen dataclass `kind` whose `pack` gave `data`. For bytes that were checked to be this program's own (a file
+    with a checksum): types of single values are not looked at. Raises ValueError if the fields are not those of `kind`."""
+    try:
+        rebuilt: T = _rebuilt(kind, msgpack.unpackb(data, strict_map_key=False))
+    except (msgpack.UnpackException, TypeError, ValueError) as error:
+        raise ValueError(f"not the bytes of a {kind.__name__}: {error}") from None
+    return rebuilt
+
+
+def _rebuilt(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        names = [field.name for field in dataclasses.fields(hint) if field.init]
+        if not isinstance(value, list) or len(value) != len(names):
+            raise ValueError(f"{hint.__name__} has {len(names)} fields")
+        hints = typing.get_type_hints(hint)
+        return hint(*(_rebuilt(hints[name], item) for name, item in zip(names, value, strict=True)))
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ValueError("a list was expected")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_rebuilt(arguments[0], item) for item in value)
+        return tuple(_rebuilt(inner, item) for inner, item in zip(arguments, value, strict=True))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union) and value is not None:
+        return _rebuilt(next(a for a in arguments if a is not types.NoneType), value)
+    return value
 
 
 def digest(*values: Any) -> Digest:

@@ -172,11 +172,11 @@ def encode_part(
 
 def new_residual(
     layout: Layout,
-    settings: CodecSection,
     anchor: Vector,
     weights: Vector,
-    residual: Vector | None,
-    payload: Bytes,
+    settings: CodecSection,
+    payload: Any,
+    residual: Vector | None = None,
 ) -> Vector:
     """What `payload` left unsaid, decayed: the residual from the moment that the payload's round is committed."""
     return _unsaid(_whole(layout, settings), settings, _delta(anchor, weights, residual), payload)
@@ -188,8 +188,8 @@ def new_part_residual(
     mean: Vector,
     start: int,
     stop: int,
-    residual: Vector | None,
-    part: Bytes,
+    part: Any,
+    residual: Vector | None = None,
 ) -> Vector:
     """As `new_residual`, for a reducer's share (stop - start elements)."""
     return _unsaid(_part(layout, settings, start, stop), settings, _shifted(mean, start, residual), part)
