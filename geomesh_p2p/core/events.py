@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Message
 from geomesh_p2p.core.types import Contribution, Founding, Held, PeerId, Plan, Profile, Term, Update
 
@@ -78,9 +79,11 @@ class FetchedHeld:
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """Updates fetched by CatchUp (or replayed after a snapshot) were verified, appended and applied up to the last of them."""
+    """What CatchUp asked for is here, verified, on disk and applied, in this order: the state of a snapshot (None: none was
+    needed, `updates` follow this peer's own last round), then `updates`. The replica appends them to its `log` itself."""
 
     updates: tuple[Update, ...]
+    state: LogState | None = None
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,9 @@ class SaveHeld:
 class AppendCommit:
     """`update` is committed: append it to the log with its body, apply it to the anchor, drop the held record.
 
-    `body_from` is None if the body is here (held or assembled), else a peer that has it: then the driver fetches it
-    (retrying with others) before it appends."""
+    Its body is here: in the held record of the same seal, or just assembled. (A peer without it gets a CatchUp instead.)"""
 
     update: Update
-    body_from: PeerId | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class NeedPlan:
     """Leader: compute the plan for (round, attempt) with exactly these members.
 
     `previous` is the plan of the attempt before, whose surviving members keep their ranges and work; None for a fresh
-    round. The answer comes back as `Planned`."""
+    round. `gather`: the topology must be gather. The answer comes back as `Planned`; whoever the plan then leaves out
+    loses its vote, and a plan whose members hold no quorum of the view is not used."""
 
     round: int
     attempt: int
@@ -167,12 +169,14 @@ class NeedPlan:
     base: Digest
     members: tuple[PeerId, ...]
     previous: Plan | None
+    gather: bool = False
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train for `plan`. `reuse` true: the contribution made for an earlier attempt of this round stands (same base, ranges
-    within those given now): nothing is trained, the driver answers with Trained at once."""
+    """Train for `plan`. `reuse` true: the work for an earlier attempt of this round stands (same base, ranges within those
+    given now): if its contribution is final the driver answers with Trained at once; if it is still being trained, training
+    goes on and the driver answers with Trained for `plan` when it is done."""
 
     plan: Plan
     reuse: bool

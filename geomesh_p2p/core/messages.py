@@ -127,16 +127,21 @@ class Lost:
 
 @dataclass(frozen=True)
 class HeldReport:
+    """The sender holds `update` on its disk under (term, attempt). The header travels with it: a leader that lost its own
+    exchange, or is no member, then knows what to fetch."""
+
     round: int
     term: Term
     attempt: int
     plan: Digest
-    seal: Digest
+    update: Update
 
 
 @dataclass(frozen=True)
 class HoldAgain:
-    """A new leader has its predecessor's held update held again under its own term (Raft's figure 8)."""
+    """The leader has `held` held under its own (term, attempt): its predecessor's update (Raft's figure 8), an update without
+    bits that lets a voter leave, or, pushed to voters that lost their exchange, the update of its own attempt. A receiver
+    that lacks the body fetches it from the leader, then answers with a HeldReport of this rank."""
 
     round: int
     term: Term

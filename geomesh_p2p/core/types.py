@@ -7,6 +7,7 @@ Units are in the names. A *position* is the index of one packed sequence in the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from geomesh_p2p.core.canonical import Digest, digest
@@ -50,11 +51,11 @@ class Founding:
     weights: Digest
     founder: PeerId
 
-    @property
+    @cached_property
     def run(self) -> Digest:
         return digest("founding", self)
 
-    @property
+    @cached_property
     def base(self) -> Digest:
         """The digest of round 0: configuration and initial weights alone, so that two runs of one set-up can be compared."""
         return digest("round-0", self.fingerprint, self.weights)
@@ -163,7 +164,7 @@ class Plan:
     bystanders: tuple[Bystander, ...] = ()
     reasons: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def digest(self) -> Digest:
         return digest("plan", self)
 
@@ -219,7 +220,7 @@ class Update:
     body: Digest
     body_bytes: int
 
-    @property
+    @cached_property
     def digest(self) -> Digest:
         """The round's digest: content only (no peer id, term, attempt, run id, validation or time)."""
         return digest(
@@ -232,7 +233,7 @@ class Update:
             self.body,
         )
 
-    @property
+    @cached_property
     def seal(self) -> Digest:
         """What a held report names: everything that a commit fixes, the voters included."""
         return digest("seal", self)
@@ -269,6 +270,7 @@ class Timing:
     lease_seconds: float = 6.0
     settle_seconds: float = 3.0
     retry_seconds: float = 1.0
+    leave_seconds: float = 30.0
     max_attempts: int = 5
 
 
