@@ -1,8 +1,9 @@
 """THE ALGORITHM of one peer, from top to bottom.
 
 A run is a log of 1-bit updates and the model is the fold of that log. The mesh hands this loop its work in the order of
-the log: train for a plan, fold a committed update, or go back to the anchor. Who leads, who is lost, what is committed
-and what is sent again is decided elsewhere; here is only what happens to the weights.
+the log: train for a plan, or fold a committed update. A round that is discarded needs no work: every round begins from
+the anchor. Who leads, who is lost, what is committed and what is sent again is decided elsewhere; here is only what
+happens to the weights.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.ports import (
     AdoptState,
-    BackToAnchor,
     Engine,
     FoldUpdate,
     InnerResult,
@@ -38,7 +39,7 @@ class LocalModel:
     peer: PeerId
     site: str
     engine: Engine
-    layout: codec.Layout
+    layout: Layout
     state: outer.OuterState
     codec: CodecSection
     outer: OuterSection
@@ -59,9 +60,6 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                     # Commit: the same update moves the same anchor on every peer, bit for bit.
                     seconds = await loop.run_in_executor(worker, fold, model, work)
                     mesh.folded(work.update, seconds)
-                case BackToAnchor():
-                    # Discarded: what was trained since the anchor is void.
-                    await loop.run_in_executor(worker, model.engine.set_weights, model.state.anchor)
                 case AdoptState():
                     await loop.run_in_executor(worker, adopt, model, work)
                 case SaveState():
@@ -69,7 +67,7 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                         worker, work.write, model.state.anchor, model.state.momentum, model.residual, model.engine.save_inner
                     )
                 case ValidateAll():
-                    nats, tokens = await loop.run_in_executor(worker, model.engine.validate, 0, 1)
+                    nats, tokens = await loop.run_in_executor(worker, validate_anchor, model, 0, 1)
                     mesh.validated(work.round, nats, tokens)
 
 
@@ -79,7 +77,7 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> tuple[Contri
     Returns (contribution, payload or None if it abstains, inner result, seconds of encoding).
     """
     plan, mine = work.plan, work.mine
-    nats, tokens = model.engine.validate(plan.peers.index(model.peer), len(plan.members)) if work.validate else (0.0, 0)
+    nats, tokens = validate_anchor(model, plan.peers.index(model.peer), len(plan.members), skip=not work.validate)
 
     result = model.engine.train(mine, plan, lambda: mesh.should_close(plan), time.monotonic())
 
@@ -109,6 +107,12 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> tuple[Contri
         reason=reason,
     )
     return contribution, payload, result, seconds
+
+
+def validate_anchor(model: LocalModel, share: int, of: int, skip: bool = False) -> tuple[float, int]:
+    """Put the weights on the anchor; (nats, tokens) of the share-th of `of` parts of the validation set, (0, 0) if skipped."""
+    model.engine.set_weights(model.state.anchor)
+    return (0.0, 0) if skip else model.engine.validate(share, of)
 
 
 def fold(model: LocalModel, work: FoldUpdate) -> float:

@@ -44,9 +44,12 @@ class Transport(Protocol):
     send_bulk(): one chunk; returns when the stream has taken it (back-pressure), raises Unreachable on failure. Chunks may
                overtake each other and control messages.
     request(): one Fetch, answered by the other end's `on_request`; raises Unreachable at the deadline.
+    run:       the run id that every frame carries; empty until it is known (settable). Frames of another run are dropped,
+               but for Hello, Refused and Fetches of `founding` and `status`.
     """
 
     peer: PeerId
+    run: bytes
 
     async def start(
         self,
@@ -162,7 +165,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class TrainRound:
-    """Train for `plan` from the anchor, then hand the contribution to `Mesh.contribute`."""
+    """Train for `plan` from the anchor (whatever the weights were), then hand the contribution to `Mesh.contribute`."""
 
     plan: Plan
     mine: Assignment
@@ -179,16 +182,11 @@ class FoldUpdate:
 
 
 @dataclass(frozen=True)
-class BackToAnchor:
-    reason: str
-
-
-@dataclass(frozen=True)
 class AdoptState:
     """A snapshot of `round` was received: its anchor and outer state replace the local ones."""
 
     round: int
-    load: Callable[[], "tuple[Vector, Vector]"]
+    load: Callable[[], tuple[Vector, Vector]]
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class ValidateAll:
     round: int
 
 
-Work = TrainRound | FoldUpdate | BackToAnchor | AdoptState | SaveState | ValidateAll
+Work = TrainRound | FoldUpdate | AdoptState | SaveState | ValidateAll
 
 
 class Mesh(Protocol):

@@ -1,0 +1,91 @@
+"""What the session hands to the algorithm, in the order of the log, and what becomes of it.
+
+Implements ports.Mesh. Called from the event loop, except `should_close`, which the worker thread asks between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.ports import InnerResult, TrainRound, Work
+from geomesh_p2p.core.types import Assignment, Contribution, Plan, Update
+
+
+@dataclass
+class Job:
+    """Training for one round. `plan` is the plan it was begun for, `wanted` the newest attempt that it serves."""
+
+    plan: Plan
+    wanted: Plan
+    close: threading.Event = field(default_factory=threading.Event)
+    void: threading.Event = field(default_factory=threading.Event)
+    contribution: Contribution | None = None
+    payload: Any = None
+    train_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Whom the bench tells: all are called in the event loop."""
+
+    contributed: Callable[[Job, InnerResult, float], None]
+    folded: Callable[[Update, float], None]
+    validated: Callable[[int, float, int], None]
+
+
+class Bench:
+    """The queue of work of one peer and the one training job that counts."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+        self._queue: asyncio.Queue[Work | None] = asyncio.Queue()
+        self.job: Job | None = None
+
+    # ---------------------------------------------------------------- the session's side
+
+    def put(self, work: Work | None) -> None:
+        self._queue.put_nowait(work)
+
+    def train(self, plan: Plan, mine: Assignment, validate: bool) -> None:
+        """Begin anew for `plan`; a job before it is void."""
+        self.drop()
+        self.job = Job(plan, plan)
+        self.put(TrainRound(plan, mine, validate))
+
+    def drop(self) -> None:
+        """What is or was trained counts no longer."""
+        if self.job is not None:
+            self.job.void.set()
+        self.job = None
+
+    def close(self, plan: Digest) -> None:
+        """Training for `plan` is to end at the next step boundary; without effect after the last step."""
+        if self.job is not None and plan in (self.job.plan.digest, self.job.wanted.digest):
+            self.job.close.set()
+
+    # ---------------------------------------------------------------- the algorithm's side
+
+    async def next_work(self) -> Work | None:
+        return await self._queue.get()
+
+    def should_close(self, plan: Plan) -> bool:
+        job = self.job
+        return job is None or job.plan is not plan or job.close.is_set() or job.void.is_set()
+
+    def contribute(self, plan: Plan, contribution: Contribution, payload: Any, result: InnerResult, codec_seconds: float) -> None:
+        job = self.job
+        if job is None or job.plan is not plan:
+            return  # void in the meantime
+        job.contribution, job.payload, job.train_seconds = contribution, payload, result.seconds
+        self._listeners.contributed(job, result, codec_seconds)
+
+    def folded(self, update: Update, codec_seconds: float) -> None:
+        self._listeners.folded(update, codec_seconds)
+
+    def validated(self, round: int, nats: float, tokens: int) -> None:
+        self._listeners.validated(round, nats, tokens)
