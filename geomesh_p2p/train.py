@@ -12,17 +12,16 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core import codec, outer
-from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import (
     AdoptState,
     Engine,
     FoldUpdate,
-    InnerResult,
+    LocalRound,
     Mesh,
     SaveState,
     TrainRound,
@@ -54,8 +53,7 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
             match work:
                 case TrainRound():
                     # Plan -> inner steps -> contribution. Its bytes leave at once, also while others still compute.
-                    contribution, payload, result, codec_seconds = await loop.run_in_executor(worker, inner_round, mesh, model, work)
-                    mesh.contribute(work.plan, contribution, payload, result, codec_seconds)
+                    mesh.contribute(work.plan, await loop.run_in_executor(worker, inner_round, mesh, model, work))
                 case FoldUpdate():
                     # Commit: the same update moves the same anchor on every peer, bit for bit.
                     seconds = await loop.run_in_executor(worker, fold, model, work)
@@ -71,11 +69,8 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                     mesh.validated(work.round, nats, tokens)
 
 
-def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> tuple[Contribution, Any, InnerResult, float]:
-    """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient.
-
-    Returns (contribution, payload or None if it abstains, inner result, seconds of encoding).
-    """
+def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
+    """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient."""
     plan, mine = work.plan, work.mine
     nats, tokens = validate_anchor(model, plan.peers.index(model.peer), len(plan.members), skip=not work.validate)
 
@@ -106,7 +101,7 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> tuple[Contri
         validation_tokens=tokens,
         reason=reason,
     )
-    return contribution, payload, result, seconds
+    return LocalRound(contribution, payload, result, seconds)
 
 
 def validate_anchor(model: LocalModel, share: int, of: int, skip: bool = False) -> tuple[float, int]:

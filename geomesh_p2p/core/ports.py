@@ -173,6 +173,16 @@ class TrainRound:
 
 
 @dataclass(frozen=True)
+class LocalRound:
+    """What training for a plan came to. `payload` are the encoded bytes (uint8), None if the contribution abstains."""
+
+    contribution: Contribution
+    payload: Any
+    result: InnerResult
+    codec_seconds: float
+
+
+@dataclass(frozen=True)
 class FoldUpdate:
     """`update` is committed: fold it into the anchor and go on from there."""
 
@@ -218,7 +228,7 @@ class Mesh(Protocol):
         """Whether inner steps for `plan` are to end at the next step boundary. Called from the worker thread."""
         ...
 
-    def contribute(self, plan: Plan, contribution: Contribution, payload: Any, result: InnerResult, codec_seconds: float) -> None: ...
+    def contribute(self, plan: Plan, local: LocalRound) -> None: ...
 
     def folded(self, update: Update, codec_seconds: float) -> None: ...
 

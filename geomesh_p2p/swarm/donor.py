@@ -7,7 +7,7 @@ blocks its own round for it. Whoever asks turns to the next source when one fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from geomesh_p2p.core.canonical import digest_bytes, pack

@@ -9,11 +9,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.ports import InnerResult, TrainRound, Work
-from geomesh_p2p.core.types import Assignment, Contribution, Plan, Update
+from geomesh_p2p.core.ports import LocalRound, TrainRound, Work
+from geomesh_p2p.core.types import Assignment, Plan, Update
 
 
 @dataclass
@@ -24,16 +23,14 @@ class Job:
     wanted: Plan
     close: threading.Event = field(default_factory=threading.Event)
     void: threading.Event = field(default_factory=threading.Event)
-    contribution: Contribution | None = None
-    payload: Any = None
-    train_seconds: float = 0.0
+    local: LocalRound | None = None
 
 
 @dataclass(frozen=True)
 class Listeners:
     """Whom the bench tells: all are called in the event loop."""
 
-    contributed: Callable[[Job, InnerResult, float], None]
+    contributed: Callable[[Job, LocalRound], None]
     folded: Callable[[Update, float], None]
     validated: Callable[[int, float, int], None]
 
@@ -77,12 +74,12 @@ class Bench:
         job = self.job
         return job is None or job.plan is not plan or job.close.is_set() or job.void.is_set()
 
-    def contribute(self, plan: Plan, contribution: Contribution, payload: Any, result: InnerResult, codec_seconds: float) -> None:
+    def contribute(self, plan: Plan, local: LocalRound) -> None:
         job = self.job
         if job is None or job.plan is not plan:
             return  # void in the meantime
-        job.contribution, job.payload, job.train_seconds = contribution, payload, result.seconds
-        self._listeners.contributed(job, result, codec_seconds)
+        job.local = local
+        self._listeners.contributed(job, local)
 
     def folded(self, update: Update, codec_seconds: float) -> None:
         self._listeners.folded(update, codec_seconds)
