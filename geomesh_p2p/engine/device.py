@@ -1,0 +1,242 @@
+"""Devices: which one, how fast it is, and how a slower one is emulated.
+
+A profile is step_seconds(batch) on the real model with the real optimizer. An emulated device takes its profile from its
+description instead, and every real step then waits until its emulated time has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from geomesh_p2p.config import DeviceSection, EmulationSection
+from geomesh_p2p.core.types import BatchTime
+from geomesh_p2p.errors import ConfigError, DataError
+
+FREE_SHARE = 0.1
+"""Share of a GPU's memory that a step leaves free."""
+EMULATED_SHARE = 0.8
+"""Share of its fair part of this host that the fastest emulated peer uses; the rest absorbs noise."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device for `device.name`. Raises ConfigError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device.name is {name!r}: give auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device.name is {name!r}, but this host has {count} CUDA devices; give cpu, auto or an existing one")
+    return torch.device("cuda", int(index or 0))
+
+
+def device_label(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine() or "cpu"
+
+
+def wants_bf16(autocast: str, device: torch.device) -> bool:
+    """Whether inner steps run under bf16 autocast. auto: on GPUs that have it natively; a CPU stays exact and repeatable."""
+    if autocast == "auto":
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return autocast == "bf16"
+
+
+def set_threads(section: DeviceSection, emulated: bool) -> None:
+    """torch's threads in this process. Emulated peers share a host, so each takes one unless told otherwise."""
+    threads = section.threads or (1 if emulated else None)
+    if threads is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- the real device
+
+
+def batches_up_to(limit: int | None) -> Callable[[int], int | None]:
+    """The next batch to try after one that fitted: twice as many, ending exactly at `limit`."""
+
+    def following(batch: int) -> int | None:
+        if limit is not None and batch >= limit:
+            return None
+        return 2 * batch if limit is None else min(2 * batch, limit)
+
+    return following
+
+
+def profile(
+    step: Callable[[int], None],
+    device: torch.device,
+    max_batch: int | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    seconds_per_batch: float = 0.5,
+    saturated_gain: float = 1.03,
+) -> tuple[BatchTime, ...]:
+    """Times `step(batch)` for 1, 2, 4, ... sequences up to the largest that fits.
+
+    `step` runs one whole inner step and waits for it. A GPU is tried until its memory (less FREE_SHARE) is full, with the
+    batch half-way to the first failure tried too; a CPU until its memory would not hold the next batch, or until two
+    doublings in a row have brought less than `saturated_gain` in sequences a second.
+    Raises ConfigError if not even one sequence fits.
+    """
+    curve: list[BatchTime] = []
+    following = batches_up_to(max_batch)
+    batch: int | None = 1
+    small_gains = 0
+    while batch is not None:
+        seconds = _time_batch(step, batch, device, clock, seconds_per_batch)
+        if seconds is None:
+            if curve and (between := (curve[-1].batch + batch) // 2) > curve[-1].batch:
+                seconds = _time_batch(step, between, device, clock, seconds_per_batch)
+                if seconds is not None:
+                    curve.append(BatchTime(between, seconds))
+            break
+        if device.type == "cpu" and curve:
+            gain = (batch / seconds) / (curve[-1].batch / curve[-1].seconds)
+            small_gains = small_gains + 1 if gain < saturated_gain else 0
+        curve.append(BatchTime(batch, seconds))
+        if device.type == "cpu" and (small_gains >= 2 or not _host_has_room(batch)):
+            break
+        batch = following(batch)
+    if not curve:
+        raise ConfigError("device: one sequence does not fit; lower model.sequence_length or set model.gradient_checkpointing")
+    return tuple(curve)
+
+
+def _time_batch(
+    step: Callable[[int], None], batch: int, device: torch.device, clock: Callable[[], float], budget: float
+) -> float | None:
+    """Median seconds of a step, None if it does not fit."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        step(batch)  # buffers, kernels and caches are set up here
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            if torch.cuda.max_memory_reserved(device) > (1 - FREE_SHARE) * total:
+                torch.cuda.empty_cache()
+                return None
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < budget and len(times) < 20):
+            begun = clock()
+            step(batch)
+            times.append(clock() - begun)
+            if sum(times) > 10 * budget:
+                break
+        return statistics.median(times)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+def _host_has_room(batch: int) -> bool:
+    """Whether twice the batch would surely fit: what this process uses now, once more, within half of what is free."""
+    return batch < 4096 and psutil.Process().memory_info().rss < psutil.virtual_memory().available / 2
+
+
+# ---------------------------------------------------------------- profile files
+
+
+def write_profile(path: Path, label: str, parameters: int, sequence_length: int, curve: Sequence[BatchTime]) -> None:
+    """Writes aside and renames. The file is JSON: device, parameters, sequence_length, curve of [batch, seconds]."""
+    text = json.dumps(
+        {
+            "device": label,
+            "parameters": parameters,
+            "sequence_length": sequence_length,
+            "curve": [[point.batch, point.seconds] for point in curve],
+        },
+        indent=2,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    aside.write_text(text + "\n")
+    aside.replace(path)
+
+
+def read_profile(path: Path, parameters: int, sequence_length: int) -> tuple[BatchTime, ...]:
+    """The curve of a profile file. Raises DataError if it cannot be used, ConfigError if it is of another model."""
+    try:
+        content = json.loads(path.read_text())
+        curve = tuple(BatchTime(int(batch), float(seconds)) for batch, seconds in content["curve"])
+        measured = (int(content["parameters"]), int(content["sequence_length"]))
+    except OSError as error:
+        raise DataError(f"device.profile: {path}: {error.strerror}; write one with `geomesh profile`") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"device.profile: {path} is no profile ({error}); write it anew with `geomesh profile`") from None
+    if measured != (parameters, sequence_length):
+        raise ConfigError(
+            f"device.profile: {path} is of {measured[0]:,} parameters and sequences of {measured[1]}, the run has {parameters:,} "
+            f"and {sequence_length}; write it anew with `geomesh profile`"
+        )
+    if not curve or any(a.batch >= b.batch for a, b in zip(curve, curve[1:], strict=False)) or min(p.seconds for p in curve) <= 0:
+        raise DataError(f"device.profile: {path}: the curve must ascend in batch, with seconds above 0; write it anew")
+    return curve
+
+
+# ---------------------------------------------------------------- emulated devices
+
+
+def emulated_seconds(emulation: EmulationSection, time_scale: float, batch: int) -> float:
+    """Seconds of one emulated inner step of `batch` sequences."""
+    return time_scale * (emulation.fixed_seconds + batch * emulation.sequence_seconds)
+
+
+def emulated_curve(emulation: EmulationSection, time_scale: float, max_batch: int | None = None) -> tuple[BatchTime, ...]:
+    limit = min(emulation.max_batch, max_batch or emulation.max_batch)
+    following = batches_up_to(limit)
+    curve: list[BatchTime] = []
+    batch: int | None = 1
+    while batch is not None:
+        curve.append(BatchTime(batch, emulated_seconds(emulation, time_scale, batch)))
+        batch = following(batch)
+    return tuple(curve)
+
+
+def time_scale_for(tokens_per_second: float, emulations: Sequence[EmulationSection], sequence_length: int) -> float:
+    """The time scale of all emulated peers of one host that together really do `tokens_per_second`.
+
+    The fastest of the N gets EMULATED_SHARE / N of that rate at its largest batch; the others follow in proportion.
+    """
+    if tokens_per_second <= 0 or not emulations:
+        raise ValueError(f"a time scale needs a rate above 0 and at least one device, not {tokens_per_second} and {len(emulations)}")
+    fastest = max(e.max_batch * sequence_length / emulated_seconds(e, 1.0, e.max_batch) for e in emulations)
+    return fastest / (EMULATED_SHARE * tokens_per_second / len(emulations))
+
+
+@dataclass
+class Pacer:
+    """Makes steps take their emulated time, against absolute deadlines: one late step is caught up by those after it.
+
+    `seconds_of(batch)` is a step's emulated time; the first one's begins to run at `started`, by `clock`.
+    """
+
+    seconds_of: Callable[[int], float]
+    started: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    overrun_seconds: float = field(default=0.0, init=False)
+    """How much later than emulated the newest step ended, after all catching up."""
+    _deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deadline = self.started
+
+    def wait(self, batch: int) -> None:
+        """Call after each step of `batch` sequences; returns at its deadline, or at once if that has passed."""
+        self._deadline += self.seconds_of(batch)
+        while (left := self._deadline - self.clock()) > 0:
+            self.sleep(left)
+        self.overrun_seconds = -left

@@ -1,0 +1,213 @@
+"""TorchEngine: model, data, optimizer and device of one peer behind the seam that the algorithm uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from geomesh_p2p.config import RunConfig, SiteConfig
+from geomesh_p2p.core.canonical import Digest, digest
+from geomesh_p2p.core.layout import Layout
+from geomesh_p2p.core.observations import TrainingProgress
+from geomesh_p2p.core.ports import InnerResult, Vector
+from geomesh_p2p.core.types import Assignment, BatchTime, Plan
+from geomesh_p2p.engine import device as devices
+from geomesh_p2p.engine import model as models
+from geomesh_p2p.engine.data import DataManifest, load_corpus
+from geomesh_p2p.engine.evaluate import token_losses
+from geomesh_p2p.engine.inner import InnerLoop, run_round
+from geomesh_p2p.engine.tokenizer import load_tokenizer
+from geomesh_p2p.errors import DataError
+
+_STATE_FORMAT = "geomesh-inner-1"
+
+
+class TorchEngine:
+    """Implements core.ports.Engine. Blocking; to be used by one thread at a time.
+
+    On a CPU in fp32 everything it computes is a function of configuration, weights, inner state, and the number of torch
+    threads. `report` hears of progress within a round. Raises ConfigError and DataError at construction.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        site: SiteConfig,
+        *,
+        cache: Path | None = None,
+        report: Callable[[TrainingProgress], None] | None = None,
+    ) -> None:
+        self.run = run
+        self.site = site
+        self.report = report
+        self.device = devices.choose_device(site.device.name)
+        devices.set_threads(site.device, site.emulation is not None)
+        tokenizer = load_tokenizer(run.dataset.tokenizer)
+        self.model = models.build(run.model, tokenizer.highest_id + 1, run.run.seed, self.device, run.codec.granularity)
+        self.corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed, cache)
+        self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device))
+        self.time_scale = site.emulation.time_scale if site.emulation else None
+        self._initial_weights = self.model.weights_digest
+        # Only models with dropout draw from it; each site draws its own.
+        torch.manual_seed(int.from_bytes(digest("site", run.run.seed, site.site.name)[:8], "little", signed=True))
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def parameters(self) -> int:
+        return self.model.layout.parameters
+
+    @property
+    def layout(self) -> Layout:
+        return self.model.layout
+
+    @property
+    def manifest(self) -> DataManifest:
+        return self.corpus.manifest
+
+    @property
+    def weights_digest(self) -> Digest:
+        """Hash of the initial weights, those at construction."""
+        return self._initial_weights
+
+    @property
+    def device_label(self) -> str:
+        return self.site.emulation.device if self.site.emulation else devices.device_label(self.device)
+
+    # ------------------------------------------------------------ weights
+
+    def weights(self) -> Vector:
+        return self.model.weights()
+
+    def set_weights(self, anchor: Vector) -> None:
+        self.model.set_weights(anchor)
+
+    # ------------------------------------------------------------ speed
+
+    def measure(self) -> tuple[BatchTime, ...]:
+        """The device's curve: emulated, from the profile file, or measured. Weights and inner state stay as they are."""
+        limit = self.site.device.max_batch
+        if self.site.emulation is not None:
+            return devices.emulated_curve(self.site.emulation, self._scale(), limit)
+        if self.site.device.profile:
+            path = Path(self.site.device.profile)
+            curve = devices.read_profile(path, self.parameters, self.corpus.sequence_length)
+            return tuple(point for point in curve if limit is None or point.batch <= limit) or curve[:1]
+        with _Undone(self):
+            return devices.profile(self._trial_step, self.device, limit)
+
+    def measure_rate(self, seconds: float = 3.0) -> float:
+        """Tokens a second of real steps at the largest batch, emulated limit included; for calibration, unpaced."""
+        batch = self.site.emulation.max_batch if self.site.emulation else self.site.device.max_batch or self.run.planner.batch
+        with _Undone(self):
+            self._trial_step(batch)
+            begun, steps = time.perf_counter(), 0
+            while (spent := time.perf_counter() - begun) < seconds or not steps:
+                self._trial_step(batch)
+                steps += 1
+        return steps * batch * self.corpus.sequence_length / spent
+
+    def _scale(self) -> float:
+        """The emulation's time scale; calibrated for this peer alone if nobody set one."""
+        assert self.site.emulation is not None
+        if self.time_scale is None:
+            self.time_scale = devices.time_scale_for(self.measure_rate(), [self.site.emulation], self.corpus.sequence_length)
+        return self.time_scale
+
+    def _trial_step(self, batch: int) -> None:
+        self.loop.step(self.corpus.batch(range(batch)), self.run.inner.learning_rate)
+
+    # ------------------------------------------------------------ rounds
+
+    def train(self, assignment: Assignment, plan: Plan, should_close: Callable[[], bool], started: float) -> InnerResult:
+        """`started` is time.monotonic() when the assignment's time began to run; emulated steps are paced from there."""
+        devices.set_threads(self.site.device, self.site.emulation is not None)
+        pacer = None
+        if (emulation := self.site.emulation) is not None:
+            scale = self._scale()
+            pacer = devices.Pacer(lambda batch: devices.emulated_seconds(emulation, scale, batch), started)
+        return run_round(self.loop, self.corpus, assignment, plan, should_close, pacer, self.report)
+
+    def validate(self, share: int, of: int) -> tuple[float, int]:
+        return token_losses(self.model, self.corpus.validation(share, of))
+
+    # ------------------------------------------------------------ inner state on disk
+
+    def save_inner(self, path: str) -> None:
+        """Optimizer moments, step counts and random state in one safetensors file, written aside and renamed."""
+        tensors = {f"optimizer.{name}": tensor.contiguous() for name, tensor in self.loop.state().items()}
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        metadata = {"format": _STATE_FORMAT, "layout": self.layout.digest.hex(), "inner": self.run.inner.model_dump_json()}
+        target = Path(path)
+        aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+        try:
+            safetensors.torch.save_file(tensors, aside, metadata)
+            with aside.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def load_inner(self, path: str) -> None:
+        """Raises DataError if the file is missing, broken, or of another model or optimizer."""
+        try:
+            with safetensors.safe_open(path, framework="pt", device="cpu") as stream:
+                metadata = stream.metadata() or {}
+                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DataError(f"{path}: no usable inner state ({error}); delete it to start this site's inner state anew") from None
+        if metadata.get("format") != _STATE_FORMAT or metadata.get("layout") != self.layout.digest.hex():
+            raise DataError(f"{path}: the inner state of another model; delete it to start this site's inner state anew")
+        self.loop.load_state({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
+        torch.set_rng_state(tensors["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+
+
+class _Undone:
+    """Steps taken inside leave no trace in weights, optimizer and random state."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+
+    def __enter__(self) -> None:
+        self.weights = np.array(self.engine.weights())
+        self.state = {name: tensor.cpu().clone() for name, tensor in self.engine.loop.state().items()}
+        self.random = torch.get_rng_state()
+        self.cuda_random = torch.cuda.get_rng_state(self.engine.device) if self.engine.device.type == "cuda" else None
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.set_weights(self.weights)
+        self.engine.loop.load_state(self.state)
+        torch.set_rng_state(self.random)
+        if self.cuda_random is not None:
+            torch.cuda.set_rng_state(self.cuda_random, self.engine.device)
+
+
+# Per site or without influence on what a step computes, beyond rounding.
+_NOT_IN_FINGERPRINT = {
+    "model": {"path", "gradient_checkpointing"},
+    "dataset": {"source", "paths", "field", "tokenizer", "validation_sequences", "shuffle"},
+    "inner": {"micro_batch"},
+}
+
+
+def fingerprint_fields(run: RunConfig, engine: TorchEngine) -> dict[str, str]:
+    """What every peer of a run must have in common, by the name a refusal calls it: settings of model, optimizers,
+    schedule, precision and codec, the seed, the layout and initial weights, and the data manifest (as data.*)."""
+    fields = {"seed": str(run.run.seed), "layout": engine.layout.digest.hex()[:16], "weights": engine.weights_digest.hex()[:16]}
+    for name in ("model", "inner", "outer", "codec"):
+        section = getattr(run, name).model_dump(mode="json", exclude=_NOT_IN_FINGERPRINT.get(name, set()))
+        fields |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
+    fields |= {f"data.{key}": value for key, value in engine.manifest.fields}
+    return dict(sorted(fields.items()))

@@ -1,0 +1,208 @@
+"""Inner steps: this peer's own optimizer on its own ranges, between two exchanges."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from geomesh_p2p.config import InnerSection
+from geomesh_p2p.core.observations import TrainingProgress
+from geomesh_p2p.core.ports import InnerResult
+from geomesh_p2p.core.types import Assignment, Plan, Range
+from geomesh_p2p.engine.data import Corpus
+from geomesh_p2p.engine.device import Pacer
+from geomesh_p2p.engine.model import FlatModel
+from geomesh_p2p.errors import DataError
+
+LION_CHUNK = 1 << 22
+REPORT_SECONDS = 0.5
+Ids = npt.NDArray[np.int64]
+
+
+def learning_rate(settings: InnerSection, tokens: float) -> float:
+    """The rate at `tokens` global tokens: linear warm-up, then a cosine down to min_learning_rate_share at total_tokens."""
+    if tokens < settings.warmup_tokens:
+        return settings.learning_rate * tokens / settings.warmup_tokens
+    span = max(1, settings.total_tokens - settings.warmup_tokens)
+    done = min(1.0, (tokens - settings.warmup_tokens) / span)
+    low = settings.min_learning_rate_share
+    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion with decoupled weight decay (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum is the step."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate, (first, second) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                parts = zip(*(tensor.split(LION_CHUNK) for tensor in (parameter, parameter.grad, state["exp_avg"])), strict=True)
+                for weights, grad, momentum in parts:
+                    direction = torch.lerp(momentum, grad, 1 - first).sign_()
+                    weights.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+                    momentum.lerp_(grad, 1 - second)
+
+
+class InnerLoop:
+    """One optimizer on one flat model. The optimizer's moments stay here from round to round; weights come and go."""
+
+    def __init__(self, model: FlatModel, settings: InnerSection, bf16: bool = False) -> None:
+        self.model = model
+        self.settings = settings
+        self.bf16 = bf16
+        self._parts = [torch.nn.Parameter(model.flat[start:stop]) for start, stop, _ in model.segments]
+        for part, (start, stop, _) in zip(self._parts, model.segments, strict=True):
+            part.grad = model.grad[start:stop]
+        groups = [
+            {"params": [part], "weight_decay": settings.weight_decay if decays else 0.0}
+            for part, (_, _, decays) in zip(self._parts, model.segments, strict=True)
+        ]
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+            if settings.optimizer == "adamw"
+            else Lion(groups, lr=settings.learning_rate, betas=settings.betas)
+        )
+
+    def step(self, ids: Ids, rate: float) -> tuple[float, bool]:
+        """One optimizer step on (batch, length + 1) ids. Returns the mean loss in nats and whether the step was taken:
+        a gradient that is not finite leaves weights and moments as they were."""
+        batch = len(ids)
+        micro = self.settings.micro_batch or batch
+        model = self.model
+        model.grad.zero_()
+        loss = torch.zeros((), device=model.device)
+        tokens = torch.from_numpy(ids).to(model.device, non_blocking=True)
+        for part in tokens.split(micro):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
+                logits = model.logits(part[:, :-1])
+                mean = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            share = mean * (len(part) / batch)
+            share.backward()
+            loss += share.detach()
+        norm = float(torch.linalg.vector_norm(model.grad))
+        if not math.isfinite(norm):
+            return float(loss), False
+        if self.settings.clip_norm is not None and norm > self.settings.clip_norm:
+            model.grad.mul_(self.settings.clip_norm / norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return float(loss), True
+
+    # ------------------------------------------------------------ state
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors by name (not copies); empty before the first step."""
+        return {
+            f"{index}.{key}": value for index, part in enumerate(self._parts) for key, value in self.optimizer.state[part].items()
+        }
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over a state() of the same model and optimizer; raises DataError if the tensors do not fit."""
+        wanted = {"exp_avg", "exp_avg_sq", "step"} if self.settings.optimizer == "adamw" else {"exp_avg"}
+        expected = {f"{index}.{key}" for index in range(len(self._parts)) for key in wanted}
+        if tensors and set(tensors) != expected:
+            raise DataError(f"inner state: it is not one of {self.settings.optimizer} on this model; start this site's inner state anew")
+        self.optimizer.state.clear()
+        for name, tensor in tensors.items():
+            index, key = name.split(".", 1)
+            part = self._parts[int(index)]
+            if key != "step" and tensor.shape != part.shape:
+                raise DataError(f"inner state: {name} has {tensor.numel():,} numbers, the model {part.numel():,}; it is of another model")
+            self.optimizer.state[part][key] = tensor.to(part.device).clone()
+
+
+# ---------------------------------------------------------------- one round
+
+
+def run_round(
+    loop: InnerLoop,
+    corpus: Corpus,
+    assignment: Assignment,
+    plan: Plan,
+    should_close: Callable[[], bool],
+    pacer: Pacer | None = None,
+    report: Callable[[TrainingProgress], None] | None = None,
+) -> InnerResult:
+    """The inner steps of `assignment`, its ranges read in order; stops at a step boundary once `should_close()`.
+
+    The result's ranges are exactly the positions read. If not one step could be taken (no time, or no finite gradient) it
+    has no tokens and no ranges.
+    """
+    clock = time.perf_counter
+    positions = chain.from_iterable(range(part.start, part.stop) for part in assignment.ranges)
+    step_seconds: list[float] = []
+    losses = waited = rate = 0.0
+    sequences = taken_sequences = skipped = 0
+    begun = ended = reported = clock()
+    loop.model.module.train()
+
+    for index in range(assignment.inner_steps):
+        if should_close():
+            break
+        size = assignment.batch if index < assignment.inner_steps - 1 else assignment.last_batch
+        asked = clock()
+        ids = corpus.batch(islice(positions, size))
+        waited += clock() - asked
+
+        # The schedule follows the whole run's tokens: those committed, and this round's so far if all keep the plan.
+        tokens = plan.committed_tokens + (index + 1) / assignment.inner_steps * plan.planned_tokens
+        rate = learning_rate(loop.settings, tokens) * assignment.lr_scale
+        loss, taken = loop.step(ids, rate)
+        sequences += size
+        if taken:
+            taken_sequences += size
+            losses += loss * size
+        else:
+            skipped += 1
+
+        if pacer is not None:
+            pacer.wait(size)
+        now = clock()
+        step_seconds.append(now - ended)
+        ended = now
+        if report is not None and now - reported >= REPORT_SECONDS:
+            reported = now
+            speed = sequences * corpus.sequence_length / (now - begun)
+            report(TrainingProgress(plan.round, index + 1, assignment.inner_steps, speed, loss))
+
+    return InnerResult(
+        tokens=sequences * corpus.sequence_length if taken_sequences else 0,
+        ranges=first_positions(assignment.ranges, sequences) if taken_sequences else (),
+        steps=len(step_seconds),
+        loss=losses / taken_sequences if taken_sequences else 0.0,
+        seconds=ended - begun,
+        data_wait_seconds=waited,
+        step_seconds=tuple(step_seconds),
+        skipped_steps=skipped,
+        overrun_seconds=max(0.0, pacer.overrun_seconds) if pacer is not None else 0.0,
+        learning_rate=rate,
+    )
+
+
+def first_positions(ranges: Iterable[Range], count: int) -> tuple[Range, ...]:
+    """The first `count` positions of `ranges`, as ranges."""
+    taken: list[Range] = []
+    for part in ranges:
+        if count <= 0:
+            break
+        stop = min(part.stop, part.start + count)
+        if stop > part.start:
+            taken.append(Range(part.start, stop))
+            count -= stop - part.start
+    return tuple(taken)
