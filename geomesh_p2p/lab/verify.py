@@ -75,7 +75,7 @@ def _joined(histories: Iterable[History]) -> list[History]:
     return list(joined.values())
 
 
-def verify(folders: Sequence[str | Path], say: Callable[[str], object] = print) -> int:
+def main(folders: Sequence[str | Path], say: Callable[[str], object] = print) -> int:
     """Check the histories below `folders` and say what was found: 0 if nothing is broken, else 1.
 
     Raises ConfigError if a folder does not exist or no history is there.

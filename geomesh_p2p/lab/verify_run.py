@@ -192,7 +192,7 @@ def check_contributions(run: Run, remarks: list[str]) -> Iterator[Violation]:
             wrong = {key for key in ("payload", "tokens", "ranges") if own and all(one[key] != item[key] for one in own)}
             if own and not any(all(one[key] == item[key] for key in ("payload", "tokens", "ranges")) for one in own):
                 what = ", ".join(sorted(wrong)) or "combination of payload, tokens and ranges"
-                yield Violation(4, f"{item['site']} is credited with another {what} than it recorded", (item["site"],), number)
+                yield Violation(4, f"{item['site']} is credited with other {what} than it recorded", (item["site"],), number)
         yield from _within_plan(run, line, number)
         for peer in sorted(run.unseen([item["peer"] for item in line["contributors"]])):
             remarks.append(f"round {number}: the history of contributor {run.site(peer)} is not here or damaged")
