@@ -1,0 +1,287 @@
+"""Every Prometheus metric in one table, the observer that feeds it, and the port that serves it.
+
+Base units; counters end in _total. Labels are bounded: phases and reasons are from fixed lists, remotes are sites of the run
+and their series go when they go.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from geomesh_p2p.config import MetricsSection
+from geomesh_p2p.core import observations as seen
+from geomesh_p2p.core.events import DISCARD_REASONS
+from geomesh_p2p.core.types import Plan
+from geomesh_p2p.errors import TemporaryError
+
+# name (without the prefix geomesh_ and a counter's _total): kind, labels besides `site`, help
+TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
+    "round": (Gauge, (), "Last round committed by this peer"),
+    "term": (Gauge, (), "Term of the leader that this peer follows"),
+    "is_leader": (Gauge, (), "1 if this peer leads"),
+    "members": (Gauge, (), "Sites known and heard, this one included"),
+    "phase": (Gauge, ("phase",), "1 for the phase this peer is in"),
+    "rounds_committed": (Counter, (), "Rounds committed by this peer since it started"),
+    "rounds_discarded": (Counter, ("reason",), "Attempts given up"),
+    "digest_mismatches": (Counter, (), "Digests that differed from another peer's"),
+    "seconds": (Counter, ("phase",), "Where the time of committed rounds went"),
+    "round_seconds": (Gauge, (), "Wall seconds of the last round"),
+    "round_planned_seconds": (Gauge, (), "The last round as predicted"),
+    "finish_seconds": (Gauge, (), "From plan to last inner step, last round"),
+    "finish_planned_seconds": (Gauge, (), "From plan to last inner step as predicted, last round"),
+    "replans": (Counter, ("reason",), "Plans that differ from the one before, by what changed first"),
+    "batch": (Gauge, (), "Sequences a step in the last round"),
+    "inner_steps": (Gauge, (), "Inner steps in the last round"),
+    "step_seconds": (Gauge, (), "Median inner step of the last round"),
+    "tokens": (Counter, (), "Tokens this peer trained in committed rounds"),
+    "run_tokens": (Gauge, (), "Tokens of all peers in the log"),
+    "tokens_per_second": (Gauge, (), "Speed of the inner loop now"),
+    "loss": (Gauge, (), "Training loss (nats a token)"),
+    "validation_perplexity": (Gauge, (), "Of the anchor, as last validated"),
+    "learning_rate": (Gauge, ("optimizer",), "Learning rate of the inner and the outer optimizer"),
+    "payload_bytes": (Counter, ("direction", "remote"), "Bytes of contributions and updates"),
+    "overhead_bytes": (Counter, ("direction", "remote"), "All other bytes"),
+    "link_bytes_per_second": (Gauge, ("remote",), "Measured rate to a remote"),
+    "link_rtt_seconds": (Gauge, ("remote",), "Measured round trip to a remote"),
+    "joins": (Counter, (), "Peers that joined"),
+    "losses": (Counter, (), "Peers that were lost or left"),
+    "elections": (Counter, (), "Changes of leader"),
+    "catch_up_rounds": (Counter, (), "Rounds caught up from others"),
+    "skipped_steps": (Counter, (), "Inner steps skipped (not finite)"),
+    "abstentions": (Counter, (), "Rounds without a contribution of this peer, though a member"),
+    "overrun_seconds": (Counter, (), "Time that emulated steps took beyond their emulated time"),
+    "checkpoint_seconds": (Gauge, (), "Duration of the last save"),
+    "checkpoint_bytes": (Gauge, (), "Size of the last save"),
+    "checkpoint_age_seconds": (Gauge, (), "Time since the last save (NaN before the first)"),
+    "warnings": (Counter, ("reason",), "Warnings"),
+}
+TIMED_PHASES = ("compute", "data_wait", "straggler_idle", "wan_idle", "codec", "control")
+REPLAN_REASONS = ("attempt", "members", "topology", "batch", "steps")
+DIGEST_MISMATCH = "digest_mismatch"
+MAX_REASONS = 32
+
+
+class Metrics:
+    """An observer that keeps the metrics of one peer in a registry of its own."""
+
+    def __init__(self, site: str, outer_learning_rate: float, clock: Callable[[], float] = time.monotonic):
+        self.registry = CollectorRegistry()
+        self._site, self._clock = site, clock
+        self._all: dict[str, Counter | Gauge] = {
+            name: kind(f"geomesh_{name}", text, ("site", *labels), registry=self.registry)
+            for name, (kind, labels, text) in TABLE.items()
+        }
+        ProcessCollector(namespace="geomesh", registry=self.registry)
+        self._remotes: set[str] = set()
+        self._warned: set[str] = set()
+        self._plan: Plan | None = None
+        self._saved_at: float | None = None
+        self.phase = seen.PhaseChanged("starting", 0)
+        self._begin(outer_learning_rate)
+
+    def _begin(self, outer_learning_rate: float) -> None:
+        """Series whose labels are known from the start exist from the start, at zero."""
+        for name, (_, labels, _) in TABLE.items():
+            if not labels:
+                self._of(name)
+        for name, label, values in (
+            ("seconds", "phase", TIMED_PHASES),
+            ("phase", "phase", seen.PHASES),
+            ("rounds_discarded", "reason", DISCARD_REASONS),
+            ("replans", "reason", REPLAN_REASONS),
+        ):
+            for value in values:
+                self._of(name, **{label: value})
+        self._of("learning_rate", optimizer="outer").set(outer_learning_rate)
+        self._of("checkpoint_age_seconds").set_function(self._checkpoint_age)
+
+    def _checkpoint_age(self) -> float:
+        return float("nan") if self._saved_at is None else self._clock() - self._saved_at
+
+    def _of(self, name: str, **labels: str) -> Any:
+        return self._all[name].labels(site=self._site, **labels)
+
+    def __call__(self, event: Any) -> None:
+        match event:
+            case seen.PhaseChanged():
+                self._of("phase", phase=self.phase.phase).set(0)
+                self._of("phase", phase=event.phase).set(1)
+                self.phase = event
+            case seen.TrainingProgress():
+                self._of("tokens_per_second").set(event.tokens_per_second)
+                self._of("loss").set(event.loss)
+            case seen.PlanAdopted():
+                reason = what_changed(self._plan, event.plan)
+                if reason:
+                    self._of("replans", reason=reason).inc()
+                self._plan = event.plan
+            case seen.RoundCommitted():
+                self._committed(event)
+            case seen.RoundDiscarded():
+                self._of("rounds_discarded", reason=event.reason if event.reason in DISCARD_REASONS else "other").inc()
+            case seen.Validated():
+                self._of("validation_perplexity").set(event.perplexity)
+            case seen.MembersChanged():
+                self._of("members").set(len(event.sites))
+                self._of("term").set(event.term)
+                for remote in self._remotes - set(event.sites):
+                    self._forget(remote)
+            case seen.PeerJoined():
+                self._of("joins").inc()
+            case seen.PeerLost():
+                self._of("losses").inc()
+                self._forget(event.site)
+            case seen.LeaderChanged():
+                self._of("elections").inc()
+                self._of("term").set(event.term)
+                self._of("is_leader").set(event.self_is_leader)
+            case seen.LinkMeasured():
+                self._remotes.add(event.remote)
+                self._of("link_rtt_seconds", remote=event.remote).set(event.rtt_seconds)
+                self._of("link_bytes_per_second", remote=event.remote).set(event.bytes_per_second)
+            case seen.CaughtUpTo():
+                self._of("catch_up_rounds").inc(event.rounds)
+                self._of("round").set(event.round)
+            case seen.Saved():
+                self._of("checkpoint_seconds").set(event.seconds)
+                self._of("checkpoint_bytes").set(event.bytes)
+                self._saved_at = self._clock()
+            case seen.Warned():
+                self._warn(event.reason)
+
+    def _committed(self, event: seen.RoundCommitted) -> None:
+        for name, value in (
+            ("round", event.round),
+            ("round_seconds", event.times.wall),
+            ("round_planned_seconds", event.planned_seconds),
+            ("run_tokens", event.tokens_total),
+            ("loss", event.loss),
+            ("validation_perplexity", event.validation_ppl),
+        ):
+            if value is not None:
+                self._of(name).set(value)
+        if self._site in event.members:
+            for name, value in (
+                ("finish_seconds", event.finish_seconds),
+                ("finish_planned_seconds", event.planned_finish_seconds),
+                ("batch", event.batch),
+                ("inner_steps", event.inner_steps),
+                ("step_seconds", event.step_seconds_median),
+            ):
+                self._of(name).set(value)
+            self._of("learning_rate", optimizer="inner").set(event.learning_rate)
+        for name, amount in (
+            ("rounds_committed", 1),
+            ("tokens", event.tokens),
+            ("skipped_steps", event.skipped_steps),
+            ("abstentions", int(bool(event.abstained))),
+            ("overrun_seconds", event.overrun_seconds),
+        ):
+            self._of(name).inc(amount)
+        for phase in TIMED_PHASES:
+            self._of("seconds", phase=phase).inc(max(0.0, getattr(event.times, phase)))
+        for name, direction, traffic in (
+            ("payload_bytes", "sent", event.payload_sent),
+            ("payload_bytes", "received", event.payload_received),
+            ("overhead_bytes", "sent", event.overhead_sent),
+            ("overhead_bytes", "received", event.overhead_received),
+        ):
+            for remote, count in traffic.items():
+                self._remotes.add(remote)
+                self._of(name, direction=direction, remote=remote).inc(count)
+
+    def _warn(self, reason: str) -> None:
+        if reason == DIGEST_MISMATCH:
+            self._of("digest_mismatches").inc()
+        if reason not in self._warned and len(self._warned) >= MAX_REASONS:
+            reason = "other"
+        self._warned.add(reason)
+        self._of("warnings", reason=reason).inc()
+
+    def _forget(self, remote: str) -> None:
+        """A lost remote's series go; should it come back, they begin again at zero."""
+        self._remotes.discard(remote)
+        for name, (_, labels, _) in TABLE.items():
+            if "remote" in labels:
+                self._all[name].remove_by_labels({"remote": remote})
+
+
+def what_changed(before: Plan | None, now: Plan) -> str:
+    """The first of REPLAN_REASONS in which `now` differs from the plan before it, "" if none (or if it is the first)."""
+    if before is None:
+        return ""
+    if now.round == before.round:
+        return "attempt"
+    if now.peers != before.peers:
+        return "members"
+    if now.topology != before.topology:
+        return "topology"
+    for reason, field in (("batch", "batch"), ("steps", "inner_steps")):
+        if [getattr(member, field) for member in now.members] != [getattr(member, field) for member in before.members]:
+            return reason
+    return ""
+
+
+# ---------------------------------------------------------------- the port
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    metrics: Metrics
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)                               # without HTTPServer's look-up of the host's name
+        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 10.0                                                # seconds for a request to arrive and its answer to leave
+    server: _Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.server.metrics.registry))
+        elif path == "/healthz":
+            phase = self.server.metrics.phase
+            body = {"phase": phase.phase, "round": phase.round, "waiting_for": phase.waiting_for}
+            self._answer(200, "application/json", json.dumps(body).encode() + b"\n")
+        else:
+            self._answer(404, "text/plain", b"here are /metrics and /healthz\n")
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+class MetricsServer:
+    """Serves GET /metrics and GET /healthz from threads of its own. Raises TemporaryError if the port is taken."""
+
+    def __init__(self, metrics: Metrics, settings: MetricsSection):
+        try:
+            self._server = _Server((settings.host, settings.port), _Handler)
+        except OSError as error:
+            where = f"metrics.port = {settings.port} on {settings.host}"
+            raise TemporaryError(f"{where} cannot be had: {error.strerror}: choose another, or 0 for a free one") from None
+        self._server.metrics = metrics
+        self.host, self.port = settings.host, self._server.server_port
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

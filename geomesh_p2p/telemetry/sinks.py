@@ -1,0 +1,234 @@
+"""What stays of a run in a peer's folder, and what a person reads while it runs: metrics.jsonl, history.jsonl, the console."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.core import observations as seen
+from geomesh_p2p.core.types import Range, Term
+from geomesh_p2p.errors import TemporaryError
+
+log = logging.getLogger("geomesh")
+
+METRICS_KINDS: dict[type, str] = {
+    seen.PhaseChanged: "phase",
+    seen.PlanAdopted: "plan",
+    seen.RoundCommitted: "round",
+    seen.RoundDiscarded: "discarded",
+    seen.Validated: "validated",
+    seen.PeerJoined: "joined",
+    seen.PeerLost: "lost",
+    seen.LeaderChanged: "leader",
+    seen.CaughtUpTo: "caught_up",
+    seen.Saved: "saved",
+    seen.Warned: "warned",
+}
+
+
+def jsonable(value: Any) -> Any:
+    """`value` for a JSON line: digests in hex, Term as [number, candidate], Range as [start, stop], other dataclasses as
+    objects, NaN and Inf as null."""
+    match value:
+        case bytes():
+            return value.hex()
+        case Term():
+            return [value.number, value.candidate]
+        case Range():
+            return [value.start, value.stop]
+        case float():
+            return value if math.isfinite(value) else None
+        case list() | tuple():
+            return [jsonable(item) for item in value]
+        case set() | frozenset():
+            return [jsonable(item) for item in sorted(value)]
+        case Mapping():
+            return {str(jsonable(key)): jsonable(item) for key, item in value.items()}
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+class JsonLines:
+    """Appends JSON lines, each with one write, so that a line is there as a whole or not at all. A torn last line (the machine
+    lost power) is cut off when the file is opened. Raises TemporaryError when the disk refuses."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with self._told():
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._cut_torn_line()
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        with self._told():
+            while data:
+                data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _cut_torn_line(self) -> None:
+        end = size = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._file, end)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = f"{self.path}: cannot be written: {error.strerror}: mend that (free space, rights) and start again"
+            raise TemporaryError(text) from error
+
+
+class HistoryWriter:
+    """history.jsonl: what the independent checker reads. Kinds and fields: HISTORY_KINDS in core/events.py."""
+
+    def __init__(self, path: Path, peer: str, site: str, clock: Callable[[], float] = time.time):
+        self._lines = JsonLines(path)
+        self._peer, self._site, self._clock = peer, site, clock
+
+    def write(self, kind: str, fields: Mapping[str, Any], run: bytes) -> None:
+        head = {"time": self._clock(), "peer": self._peer, "site": self._site, "run": run.hex(), "kind": kind}
+        self._lines.append({**head, **jsonable(fields)})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class MetricsFile:
+    """metrics.jsonl: a line for each observation whose type is in METRICS_KINDS. Says once if the disk refuses, and goes on."""
+
+    def __init__(self, path: Path, site: str, clock: Callable[[], float] = time.time):
+        self._lines: JsonLines | None = JsonLines(path)
+        self._site, self._clock = site, clock
+
+    def __call__(self, event: Any) -> None:
+        kind = METRICS_KINDS.get(type(event))
+        if kind is None or self._lines is None:
+            return
+        line = {"time": self._clock(), "site": self._site, "kind": kind, **jsonable(event)}
+        if isinstance(event, seen.PlanAdopted):
+            line["digest"] = event.plan.digest.hex()
+        try:
+            self._lines.append(line)
+        except TemporaryError as error:
+            log.error("%s (no more lines are written there)", error)
+            self._lines = None
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+class ConsoleReporter:
+    """Plain lines for a person: what happened, and at least every `quiet_seconds` phase, round, members, speed and next event.
+
+    `start()` runs the timer in a thread of its own, so that silence is broken even when everything else hangs.
+    """
+
+    def __init__(self, site: str, quiet_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic):
+        self._site, self._quiet_seconds, self._clock = site, quiet_seconds, clock
+        self._phase = seen.PhaseChanged("starting", 0)
+        self._phase_since = self._last_line = clock()
+        self._progress: seen.TrainingProgress | None = None
+        self._members = seen.MembersChanged((), "", 0)
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="console", daemon=True).start()
+
+    def close(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(1.0):
+            self.tick()
+
+    def tick(self) -> None:
+        """Prints the status line if nothing was printed for `quiet_seconds`."""
+        if self._clock() - self._last_line >= self._quiet_seconds:
+            self._say(self.status())
+
+    def __call__(self, event: Any) -> None:
+        match event:
+            case seen.PhaseChanged():
+                self._phase, self._phase_since = event, self._clock()
+                if event.phase != "training":
+                    self._progress = None
+            case seen.TrainingProgress():
+                self._progress = event
+            case seen.MembersChanged():
+                self._members = event
+        text = describe(event)
+        if text:
+            self._say(text, logging.WARNING if isinstance(event, seen.Warned | seen.PeerLost) else logging.INFO)
+
+    def status(self) -> str:
+        """One line: phase, round, members, speed, next event."""
+        phase, progress = self._phase, self._progress
+        parts = [f"round {phase.round}: {phase.phase.replace('_', ' ')}"]
+        if progress is not None:
+            parts.append(f"step {progress.step} of {progress.steps}")
+            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s, loss {progress.loss:.3f}")
+        since = self._clock() - self._phase_since
+        if phase.waiting_for:
+            parts.append(f"waiting for {phase.waiting_for} since {since:.0f} s")
+        if self._members.sites:
+            leader = f", leader {self._members.leader}" if self._members.leader else ", no leader"
+            parts.append(f"{len(self._members.sites)} members ({', '.join(self._members.sites)}){leader}")
+        if progress is not None and progress.step:
+            left = since / progress.step * (progress.steps - progress.step)
+            parts.append(f"next: exchange in about {left:.0f} s")
+        elif phase.deadline_seconds is not None:
+            parts.append(f"next: gives up waiting in {max(0.0, phase.deadline_seconds - since):.0f} s")
+        return "; ".join(parts)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        self._last_line = self._clock()
+        log.log(level, "%s", text, extra={"fields": {"phase": self._phase.phase, "round": self._phase.round}})
+
+
+def describe(event: Any) -> str:
+    """An observation in words, "" if a person need not see it."""
+    match event:
+        case seen.RoundCommitted():
+            perplexity = f", perplexity {event.validation_ppl:.2f} before it" if event.validation_ppl is not None else ""
+            loss = f", loss {event.loss:.3f}" if event.loss is not None else ""
+            idle = f"idle {event.times.straggler_idle:.1f} s for others, {event.times.wan_idle:.1f} s for bytes"
+            return (
+                f"round {event.round} committed by {len(event.contributors)} of {len(event.members)}, {event.tokens:,} tokens "
+                f"in {event.times.wall:.1f} s{loss}{perplexity}; {idle}; digest {event.digest.hex()[:12]}"
+            )
+        case seen.RoundDiscarded():
+            return f"round {event.round}: attempt {event.attempt} discarded: {event.reason.replace('_', ' ')}"
+        case seen.Validated():
+            return f"round {event.round}: perplexity {event.perplexity:.3f}" if event.final else ""
+        case seen.PeerJoined():
+            return f"{event.site} joined"
+        case seen.PeerLost():
+            return f"{event.site} is lost: not heard for {event.silent_seconds:.1f} s"
+        case seen.LeaderChanged():
+            return f"leader of term {event.term}: {event.leader or 'none'}{' (this peer)' if event.self_is_leader else ''}"
+        case seen.CaughtUpTo():
+            return f"caught up to round {event.round}: {event.rounds} rounds in {event.seconds:.1f} s"
+        case seen.Warned():
+            return event.text
+    return ""
