@@ -41,8 +41,7 @@ T = TypeVar("T")
 
 
 def unpack(kind: type[T], data: bytes | memoryview) -> T:
-    """The frozen dataclass `kind` whose `pack` gave `data`. For bytes that were checked to be this program's own (a file
-    with a checksum): types of single values are not looked at. Raises ValueError if the fields are not those of `kind`."""
+    """The frozen dataclass `kind` whose `pack` gave `data`. Raises ValueError if the fields are not those of `kind`."""
     try:
         rebuilt: T = _rebuilt(kind, msgpack.unpackb(data, strict_map_key=False))
     except (msgpack.UnpackException, TypeError, ValueError) as error:
@@ -66,6 +65,8 @@ def _rebuilt(hint: Any, value: Any) -> Any:
         return tuple(_rebuilt(inner, item) for inner, item in zip(arguments, value, strict=True))
     if typing.get_origin(hint) in (types.UnionType, typing.Union) and value is not None:
         return _rebuilt(next(a for a in arguments if a is not types.NoneType), value)
+    if hint in (str, bytes, int, bool) and type(value) is not hint:
+        raise ValueError(f"{hint.__name__} expected, not {type(value).__name__}")
     return value
 
 

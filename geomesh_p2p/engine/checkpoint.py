@@ -1,0 +1,165 @@
+"""One peer's folder on disk: what it must not forget, the record it holds, the round log, and snapshots.
+
+    founding.record  state.record  held.record  log/ROUND.update  snapshot-ROUND/  .lock
+
+A held record becomes the log's entry by a rename when its update is committed: the body is written once, and the held
+record is gone in the same instant. Bodies are checked against the hash in their update whenever they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.core.canonical import digest_bytes, pack, unpack
+from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.types import Founding, Held, Update
+from geomesh_p2p.engine.files import PARTIAL, FolderLock, damaged, read_record, sync_folder, write_record
+from geomesh_p2p.engine.snapshots import Manifest, Receiver, Snapshot, Snapshots
+
+__all__ = ["DiskStore", "Manifest", "Receiver", "Snapshot", "Snapshots"]
+
+_FOUNDING, _DURABLE, _HELD, _UPDATE = b"GMFOUND1", b"GMSTATE1", b"GMHELD_1", b"GMUPDAT1"
+_TYPES: dict[bytes, type] = {_FOUNDING: Founding, _DURABLE: Durable, _HELD: Held, _UPDATE: Update}
+_NAME = re.compile(r"(\d{8,})\.update")
+
+
+class DiskStore:
+    """Implements ports.Store in `folder` (created if need be), held exclusively by this process until `close`.
+
+    Raises TemporaryError if another process has the folder, OSError if a write fails (DiskFullError before it begins, if
+    space is short), DataError, naming the file, if one is damaged."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._log = self.folder / "log"
+        self._log.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.folder)
+        for stale in (*self.folder.glob("*.record" + PARTIAL), *self._log.glob("*" + PARTIAL)):
+            stale.unlink()
+        names = (_NAME.fullmatch(path.name) for path in self._log.iterdir())
+        self._rounds = sorted(int(name[1]) for name in names if name)
+        self._held: Held | None = None
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ founding and state
+
+    def load_founding(self) -> Founding | None:
+        found = self._load("founding.record", _FOUNDING)
+        return found[0] if found else None
+
+    def save_founding(self, founding: Founding) -> None:
+        write_record(self.folder / "founding.record", _FOUNDING, pack(founding))
+
+    def load_durable(self) -> Durable | None:
+        """DataError here means that this peer no longer knows what it promised: it must take a new identity."""
+        found = self._load("state.record", _DURABLE)
+        return found[0] if found else None
+
+    def save_durable(self, durable: Durable) -> None:
+        write_record(self.folder / "state.record", _DURABLE, pack(durable))
+
+    def _load(self, name: str, *kinds: bytes) -> tuple[Any, bytes] | None:
+        path = self.folder / name
+        if not path.exists():
+            return None
+        kind, header, body = read_record(path)
+        if kind not in kinds:
+            raise damaged(path, f"is a {kind!r} record")
+        try:
+            return unpack(_TYPES[kind], header), body
+        except ValueError as error:
+            raise damaged(path, f"was written by another release ({error})") from None
+
+    # ------------------------------------------------------------ the held record
+
+    def load_held(self) -> tuple[Held, bytes] | None:
+        found = self._load("held.record", _HELD)
+        if found is None:
+            return None
+        held, body = found
+        if digest_bytes(body) != held.update.body:
+            raise damaged(self.folder / "held.record")
+        self._held = held
+        return held, body
+
+    def save_held(self, held: Held, body: Sequence[memoryview | bytes]) -> None:
+        self._held = None  # from here on the file may hold either, until it is read again
+        write_record(self.folder / "held.record", _HELD, pack(held), body)
+        self._held = held
+
+    # ------------------------------------------------------------ the log
+
+    def _path(self, round: int) -> Path:
+        return self._log / f"{round:08d}.update"
+
+    def append(self, update: Update, body: Sequence[memoryview | bytes]) -> None:
+        """Adds an update that is committed; a held record of its round or an older one is gone afterwards."""
+        held_path = self.folder / "held.record"
+        if self._held is None:
+            self._held = self._held_header()
+        if self._held is not None and self._held.update == update:
+            os.rename(held_path, self._path(update.round))
+            sync_folder(self._log)
+            sync_folder(self.folder)
+        else:
+            write_record(self._path(update.round), _UPDATE, pack(update), body)
+            if self._held is not None and self._held.update.round <= update.round:
+                os.unlink(held_path)
+                sync_folder(self.folder)
+        if self._held is not None and self._held.update.round <= update.round:
+            self._held = None
+        if update.round not in self._rounds:
+            self._rounds = sorted([*self._rounds, update.round])
+
+    def _held_header(self) -> Held | None:
+        path = self.folder / "held.record"
+        return unpack(Held, read_record(path, with_body=False)[1]) if path.exists() else None
+
+    def read_update(self, round: int) -> tuple[Update, bytes] | None:
+        """None if it is not here; DataError if it is damaged (see `set_aside`)."""
+        path = self._path(round)
+        found = self._load(f"log/{path.name}", _UPDATE, _HELD)
+        if found is None:
+            return None
+        update: Update = found[0].update if isinstance(found[0], Held) else found[0]
+        if update.round != round or digest_bytes(found[1]) != update.body:
+            raise damaged(path)
+        return update, found[1]
+
+    def rounds(self) -> range:
+        """Rounds on disk without a gap up to the newest; empty before the first commit."""
+        if not self._rounds:
+            return range(0)
+        first = last = self._rounds[-1]
+        for round in reversed(self._rounds[:-1]):
+            if round != first - 1:
+                break
+            first = round
+        return range(first, last + 1)
+
+    def set_aside(self, round: int) -> Path:
+        """Moves a damaged update out of the log, so that a sound copy from another peer can be appended; says where to."""
+        path = self._path(round)
+        aside = path.with_suffix(".damaged")
+        os.rename(path, aside)
+        sync_folder(self._log)
+        self._rounds.remove(round)
+        return aside
+
+    def prune(self, first_kept: int) -> None:
+        """Deletes updates of rounds before `first_kept`, the oldest first."""
+        while self._rounds and self._rounds[0] < first_kept:
+            self._path(self._rounds[0]).unlink(missing_ok=True)
+            del self._rounds[0]

@@ -1,0 +1,120 @@
+"""Durable files: written aside, fsynced, renamed, and the folder fsynced. A crash at any point leaves the old or the new.
+
+Only `os` calls that a test can let fail one by one are used for writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.core.canonical import DIGEST_BYTES, digest_bytes
+from geomesh_p2p.errors import DataError, TemporaryError
+
+PARTIAL = ".partial"
+RESERVE_BYTES = 16 * 2**20
+"""Space left free beside what is written: for histories, metrics and the file system itself."""
+
+
+class DiskFullError(TemporaryError, OSError):
+    """There is not enough space for what is to be written; nothing was written."""
+
+
+def require_space(folder: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes + RESERVE_BYTES:
+        need = (size_bytes + RESERVE_BYTES) / 1e6
+        raise DiskFullError(
+            errno.ENOSPC, f"{need:.0f} MB are needed in {folder} and {free / 1e6:.0f} MB are free: free some space, start again"
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, parts: Iterable[Any]) -> None:
+    """Creates (or overwrites) `path` with the buffers, one after the other, and fsyncs it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for part in parts:
+            rest = memoryview(part).cast("B")
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, parts: Sequence[Any]) -> None:
+    """Replaces `path` by the buffers, one after the other. Raises OSError, and then `path` is what it was before."""
+    require_space(path.parent, sum(memoryview(part).nbytes for part in parts))
+    aside = path.with_name(path.name + PARTIAL)
+    try:
+        write_synced(aside, parts)
+        os.rename(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+# ---------------------------------------------------------------- records: a checked header and a body
+
+_PREFIX = struct.Struct("<8sIQ")
+
+
+def write_record(path: Path, kind: bytes, header: bytes, body: Sequence[Any] = ()) -> None:
+    """kind (8 bytes), the two lengths, header, checksum of all that, body. Who reads the body checks it by its own hash."""
+    start = _PREFIX.pack(kind, len(header), sum(memoryview(part).nbytes for part in body)) + header
+    write_durably(path, [start, digest_bytes(start), *body])
+
+
+def read_record(path: Path, with_body: bool = True) -> tuple[bytes, bytes, bytes]:
+    """(kind, header, body). Raises DataError, naming the file, if it is cut short or its header is damaged."""
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX.size)
+        if len(prefix) == _PREFIX.size:
+            kind, header_bytes, body_bytes = _PREFIX.unpack(prefix)
+            if os.fstat(file.fileno()).st_size == _PREFIX.size + header_bytes + DIGEST_BYTES + body_bytes:
+                header = file.read(header_bytes)
+                if digest_bytes(prefix, header) == file.read(DIGEST_BYTES):
+                    return kind, header, file.read() if with_body else b""
+    raise damaged(path)
+
+
+def damaged(path: Path, what: str = "is damaged or cut short") -> DataError:
+    return DataError(f"{path} {what}: move it away and start again, the peer then gets what it lacks from the others")
+
+
+# ---------------------------------------------------------------- one process a folder
+
+
+class FolderLock:
+    """Holds `folder` for this process until `release` or the process's end, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise TemporaryError(f"{folder} is in use by process {owner}: stop it, or give this peer another name") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,398 @@
+"""Snapshots: the anchor and the outer state after a committed round, in files that are checked chunk by chunk.
+
+    snapshot-ROUND/ shared.safetensors    anchor and momentum: the same bytes on every peer
+                    residual.safetensors  this peer's own residual, if it has one
+                    inner.pt              this peer's own inner optimizer
+                    meta.json             where the log stood, and the hashes of all of it
+
+Any peer can hand out `shared.safetensors` chunk by chunk; a joiner checks each chunk against the manifest, whose hash the
+members agree on. Losing the two private files costs a peer a little progress and nobody else anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geomesh_p2p.core.canonical import Digest, digest, digest_bytes, pack, unpack
+from geomesh_p2p.core.log import LogState
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.engine.files import PARTIAL, damaged, require_space, sync_folder, write_synced
+from geomesh_p2p.errors import DataError
+
+Vector = npt.NDArray[np.float32]
+
+CHUNK_BYTES = 2**20
+SHARED, RESIDUAL, INNER, META = "shared.safetensors", "residual.safetensors", "inner.pt", "meta.json"
+RECEIVED, REPLACED, STALE = ".received", ".replaced", ".stale"
+_NAME = re.compile(r"snapshot-(\d+)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a snapshot holds: where the log stood, and the hash of each mebibyte of `shared.safetensors`."""
+
+    state: LogState
+    parameters: int
+    chunks: tuple[Digest, ...]
+
+    @property
+    def round(self) -> int:
+        return self.state.round
+
+    @cached_property
+    def digest(self) -> Digest:
+        return digest("manifest", self)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(_header(_shared_shapes(self.parameters))) + 8 * self.parameters
+
+    def pack(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Manifest:
+        """Raises ValueError unless `data` is a manifest whose chunks fit its size."""
+        manifest = unpack(cls, data)
+        if manifest.parameters <= 0 or len(manifest.chunks) != -(-manifest.size_bytes // CHUNK_BYTES):
+            raise ValueError(f"a manifest of {len(manifest.chunks)} chunks for {manifest.parameters} parameters")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot read back and checked. `problems` says in words which newer snapshots or private files were not usable."""
+
+    manifest: Manifest
+    anchor: Vector
+    momentum: Vector
+    residual: Vector | None
+    inner: Path | None
+    problems: tuple[str, ...]
+
+
+class Snapshots:
+    """The snapshots in one peer's folder; the newest `keep` are kept once the newest has been read back and checked."""
+
+    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("snapshot-*" + REPLACED):
+            target = path.with_name(path.name.removesuffix(REPLACED))
+            os.rename(path, path.with_name(target.name + STALE) if target.exists() else target)
+        self._delete("snapshot-*" + PARTIAL, "snapshot-*" + STALE)
+
+    def rounds(self) -> list[int]:
+        """Rounds with a snapshot, ascending."""
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, round: int) -> Path:
+        return self.folder / f"snapshot-{round}"
+
+    # ------------------------------------------------------------ writing
+
+    def write(
+        self,
+        state: LogState,
+        anchor: Vector,
+        momentum: Vector,
+        residual: Vector | None = None,
+        save_inner: Callable[[str], None] | None = None,
+    ) -> Manifest:
+        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError (DiskFullError
+        before anything is written, if space is short), and DataError if what was written does not read back."""
+        require_space(self.folder, anchor.nbytes + momentum.nbytes + (0 if residual is None else residual.nbytes))
+        aside = self._fresh(state.round)
+        hashes: list[Digest] = []
+        write_synced(aside / SHARED, _hashed(_safetensors({"anchor": anchor, "momentum": momentum}), hashes))
+        if residual is not None:
+            write_synced(aside / RESIDUAL, _safetensors({"residual": residual}))
+        if save_inner is not None:
+            save_inner(str(aside / INNER))
+            _sync_file(aside / INNER)
+        manifest = Manifest(state, anchor.size, tuple(hashes))
+        self._publish(aside, manifest)
+        return manifest
+
+    def _fresh(self, round: int) -> Path:
+        self._delete(f"snapshot-*{PARTIAL}")
+        aside = self.folder / f"snapshot-{round}{PARTIAL}"
+        aside.mkdir()
+        return aside
+
+    def _publish(self, aside: Path, manifest: Manifest) -> None:
+        write_synced(aside / META, [_meta(aside, manifest)])
+        sync_folder(aside)
+        target = self.path(manifest.round)
+        replaced = self.folder / (target.name + REPLACED)  # comes back at the next start if the other rename fails
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(aside, target)
+        sync_folder(self.folder)
+        self._discard(replaced)
+        self._retain(manifest.round)
+
+    def _retain(self, newest: int) -> None:
+        self.verify(newest)
+        older = [round for round in self.rounds() if round < newest]
+        for round in older[: max(0, len(older) - (self.keep - 1))]:
+            self._discard(self.path(round))
+
+    def _discard(self, path: Path) -> None:
+        """Deletes a snapshot; one that is half deleted no longer bears its name."""
+        if path.exists():
+            os.rename(path, path.with_name(path.name + STALE))
+            self._delete("snapshot-*" + STALE)
+
+    def _delete(self, *patterns: str) -> None:
+        for pattern in patterns:
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path)
+
+    # ------------------------------------------------------------ reading
+
+    def manifest(self, round: int) -> Manifest:
+        """Raises LookupError if there is no snapshot of `round`, DataError if its description is damaged."""
+        if not self.path(round).is_dir():
+            raise LookupError(f"no snapshot of round {round}")
+        return _read_meta(self.path(round) / META)[0]
+
+    def verify(self, round: int) -> Manifest:
+        """Reads everything shared and checks it. Raises LookupError, or DataError naming the damaged file."""
+        manifest = self.manifest(round)
+        for _ in _checked_chunks(self.path(round) / SHARED, manifest):
+            pass
+        return manifest
+
+    def newest(self) -> Snapshot | None:
+        """The newest sound snapshot; None if there is none at all. Raises DataError, naming the files, if all are damaged."""
+        problems: list[str] = []
+        for round in reversed(self.rounds()):
+            try:
+                return self._load(round, problems)
+            except (DataError, OSError) as error:
+                problems.append(str(error))
+        if problems:
+            raise DataError("no snapshot can be read: " + "; ".join(problems))
+        return None
+
+    def _load(self, round: int, problems: list[str]) -> Snapshot:
+        folder = self.path(round)
+        manifest, private = _read_meta(folder / META)
+        skip = manifest.size_bytes - 8 * manifest.parameters
+        values = np.empty(2 * manifest.parameters, np.float32)
+        raw, at = values.data.cast("B"), -skip
+        for chunk in _checked_chunks(folder / SHARED, manifest):
+            piece = chunk[max(0, -at) :]
+            raw[max(0, at) : at + len(chunk)] = piece
+            at += len(chunk)
+        usable = {}
+        for name, (size, expected) in private.items():
+            path = folder / name
+            if path.exists() and path.stat().st_size == size and _hash_file(path) == expected:
+                usable[name] = path
+            else:
+                problems.append(f"{path} is damaged: this peer goes on without it")
+        residual = None
+        if RESIDUAL in usable:
+            residual = np.fromfile(usable[RESIDUAL], np.float32, offset=private[RESIDUAL][0] - 4 * manifest.parameters)
+        anchor, momentum = values[: manifest.parameters], values[manifest.parameters :]
+        return Snapshot(manifest, anchor, momentum, residual, usable.get(INNER), tuple(problems))
+
+    def read_chunk(self, round: int, offset: int, length: int) -> bytes:
+        """Bytes of `shared.safetensors` for a joiner. Raises LookupError if the snapshot is gone."""
+        try:
+            with (self.path(round) / SHARED).open("rb") as file:
+                file.seek(offset)
+                return file.read(length)
+        except FileNotFoundError:
+            raise LookupError(f"no snapshot of round {round}") from None
+
+    # ------------------------------------------------------------ receiving
+
+    def receive(self, manifest: Manifest) -> Receiver:
+        """Goes on with (or begins) receiving the snapshot that `manifest` describes; others begun before are dropped."""
+        aside = self.folder / f"snapshot-{manifest.round}{RECEIVED}"
+        for path in self.folder.glob(f"snapshot-*{RECEIVED}"):
+            if path != aside:
+                shutil.rmtree(path)
+        if not aside.exists():
+            require_space(self.folder, manifest.size_bytes)
+            aside.mkdir()
+        return Receiver(aside, manifest, self._publish)
+
+
+class Receiver:
+    """A snapshot that arrives chunk by chunk, from several donors, in any order; what is there survives a restart."""
+
+    def __init__(self, folder: Path, manifest: Manifest, publish: Callable[[Path, Manifest], None]) -> None:
+        self.manifest = manifest
+        self._folder = folder
+        self._publish = publish
+        self._path = folder / SHARED
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(self._descriptor, manifest.size_bytes)
+        self._missing = {i for i, _ in enumerate(manifest.chunks) if self._read_hash(i) != manifest.chunks[i]}
+
+    def _span(self, index: int) -> tuple[int, int]:
+        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.manifest.size_bytes)
+
+    def _read_hash(self, index: int) -> Digest:
+        start, stop = self._span(index)
+        return digest_bytes(os.pread(self._descriptor, stop - start, start))
+
+    def missing(self) -> list[Range]:
+        """Byte ranges still wanted, one for each chunk, ascending."""
+        return [Range(*self._span(index)) for index in sorted(self._missing)]
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Takes one whole chunk of `missing()`. Raises DataError if it is not what the manifest says: ask another donor."""
+        index, within = divmod(offset, CHUNK_BYTES)
+        expected = self.manifest.chunks[index] if not within and 0 <= index < len(self.manifest.chunks) else None
+        if expected is None or digest_bytes(data) != expected:
+            raise DataError(f"bytes from {offset} on of the snapshot of round {self.manifest.round} do not fit its manifest")
+        start, stop = self._span(index)
+        if os.pwrite(self._descriptor, data, start) != stop - start:
+            raise OSError(f"{self._path}: short write")
+        self._missing.discard(index)
+
+    def finish(self) -> None:
+        """Makes the snapshot the peer's own, once nothing is missing."""
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} chunks of the snapshot of round {self.manifest.round} are missing")
+        os.fsync(self._descriptor)
+        self.close()
+        self._publish(self._folder, self.manifest)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def _shared_shapes(parameters: int) -> dict[str, int]:
+    return {"anchor": parameters, "momentum": parameters}
+
+
+def _header(sizes: dict[str, int]) -> bytes:
+    """A safetensors header for fp32 vectors; the same bytes for the same sizes, padded so that the data is aligned."""
+    entries, at = {}, 0
+    for name, size in sizes.items():
+        entries[name] = {"dtype": "F32", "shape": [size], "data_offsets": [at, at + 4 * size]}
+        at += 4 * size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _safetensors(tensors: dict[str, Vector]) -> Iterator[bytes | memoryview]:
+    """The file's bytes in chunks of CHUNK_BYTES (the last one shorter)."""
+    parts = [memoryview(_header({name: tensor.size for name, tensor in tensors.items()}))]
+    parts += [np.ascontiguousarray(tensor, np.dtype("<f4")).data.cast("B") for tensor in tensors.values()]
+    pending = b""
+    for part in parts:
+        at = 0
+        if pending:
+            at = CHUNK_BYTES - len(pending)
+            pending += bytes(part[:at])
+            if len(pending) < CHUNK_BYTES:
+                continue
+            yield pending
+            pending = b""
+        while len(part) - at >= CHUNK_BYTES:
+            yield part[at : at + CHUNK_BYTES]
+            at += CHUNK_BYTES
+        pending = bytes(part[at:])
+    if pending:
+        yield pending
+
+
+def _hashed(chunks: Iterator[bytes | memoryview], hashes: list[Digest]) -> Iterator[bytes | memoryview]:
+    for chunk in chunks:
+        hashes.append(digest_bytes(chunk))
+        yield chunk
+
+
+def _checked_chunks(path: Path, manifest: Manifest) -> Iterator[bytes]:
+    if not path.exists() or path.stat().st_size != manifest.size_bytes:
+        raise damaged(path, "is missing or cut short")
+    with path.open("rb") as file:
+        for index, expected in enumerate(manifest.chunks):
+            chunk = file.read(CHUNK_BYTES)
+            if digest_bytes(chunk) != expected:
+                raise damaged(path, f"is damaged in its mebibyte {index}")
+            yield chunk
+
+
+def _hash_file(path: Path) -> Digest:
+    with path.open("rb") as file:
+        return digest_bytes(*iter(lambda: file.read(CHUNK_BYTES), b""))
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _meta(folder: Path, manifest: Manifest) -> bytes:
+    state = manifest.state
+    fields: dict[str, Any] = {
+        "format": 1,
+        "round": state.round,
+        "digest": state.digest.hex(),
+        "run": state.run.hex(),
+        "voters": list(state.voters),
+        "credited": [[r.start, r.stop] for r in state.credited],
+        "tokens": state.tokens,
+        "parameters": manifest.parameters,
+        "manifest": manifest.digest.hex(),
+        "private": {
+            name: [(folder / name).stat().st_size, _hash_file(folder / name).hex()]
+            for name in (RESIDUAL, INNER)
+            if (folder / name).exists()
+        },
+        "chunks": [chunk.hex() for chunk in manifest.chunks],
+    }
+    fields["checksum"] = _checksum(fields)
+    return json.dumps(fields, indent=1).encode()
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return digest_bytes(json.dumps({k: v for k, v in fields.items() if k != "checksum"}, sort_keys=True).encode()).hex()
+
+
+def _read_meta(path: Path) -> tuple[Manifest, dict[str, tuple[int, Digest]]]:
+    try:
+        fields = json.loads(path.read_bytes())
+        if fields["checksum"] != _checksum(fields):
+            raise ValueError("checksum")
+        credited = tuple(Range(start, stop) for start, stop in fields["credited"])
+        unhex = bytes.fromhex
+        state = LogState(
+            unhex(fields["run"]), fields["round"], unhex(fields["digest"]), tuple(fields["voters"]), credited, fields["tokens"]
+        )
+        manifest = Manifest(state, fields["parameters"], tuple(unhex(chunk) for chunk in fields["chunks"]))
+        private = {name: (size, unhex(hashed)) for name, (size, hashed) in fields["private"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise damaged(path) from None
+    return manifest, private
