@@ -1,0 +1,37 @@
+# setup   everything into .venv (PYTHON, TORCH_SPEC and pip's own variables are honoured)
+# demo    four unequal sites train one model on this machine; writes runs/demo/report.json
+# test    the fast tests          test-all  every test          lint  style, types, import law
+# bench-micro  codec, loop and transport, as ratios
+
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-all test-compose soak lint bench-micro bench
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	$(BIN)/geomesh mesh configs/quickstart.toml --sites peers/ --run.id demo --run.fresh
+
+# Tests of real processes and sockets run one after the other, so that they do not starve each other on a small machine.
+test: setup
+	$(BIN)/pytest -q -n 2 --dist loadfile tests/unit tests/mesh tests/contract
+	$(BIN)/pytest -q tests/process
+
+test-all: test
+	$(BIN)/pytest -q tests/golden
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench-micro: setup
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+test-compose soak bench:
+	@echo "make $@: not part of this release" >&2; exit 2
