@@ -1,0 +1,569 @@
+"""The exchange of one attempt of a round: contributions out, contributions (and parts) in, and the update's body in the end.
+
+    idle -> sending own bytes as soon as they are final, receiving others' -> body assembled (once) -> serving -> stopped
+
+Chunks come and go in any order. The receiver is in charge of what is missing: a stream that is due and silent past its
+deadline is asked for, first of its owner, then of other members, which pass on what they hold; if that does not help its
+owner is reported lost, again and again, until the exchange is stopped. Nothing here decides about the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest
+from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkMissing, ChunkWanted, PartHeader
+from geomesh_p2p.core.ports import Transport, Vector
+from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range
+from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Incoming, Ranges, StreamKey
+from geomesh_p2p.swarm.deadlines import Due, ExchangeLimits, Waiting
+from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
+from geomesh_p2p.swarm.gather import Gather
+from geomesh_p2p.swarm.inbox import ExchangeInbox, ExchangeMessage
+from geomesh_p2p.swarm.lanes import Lane
+from geomesh_p2p.swarm.offload import Offload, in_thread, inline
+from geomesh_p2p.swarm.reduce import Reduce, ShareMean
+
+__all__ = [
+    "Assembly", "Exchange", "ExchangeCallbacks", "ExchangeCodec", "ExchangeInbox", "ExchangeLimits", "ExchangeMessage", "Progress",
+     "Waiting", "in_thread", "inline",
+]  # fmt: skip
+
+MAX_GAPS = 64
+"""Gaps asked for in one message."""
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What an exchange came to: the body of the update, buffer by buffer, and whose contributions are in it (site order).
+
+    With residuals, in a reduce: `mean` is this peer's share of the mean before it was encoded to `part`."""
+
+    plan: Plan
+    contributors: tuple[Contribution, ...]
+    body: tuple[Bytes, ...]
+    body_digest: Digest
+    body_bytes: int
+    mean: Vector | None = None
+    part: Bytes | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Payload bytes received of those expected; `remaining_seconds` at the rate so far, None before the first byte."""
+
+    done_bytes: int
+    total_bytes: int
+    remaining_seconds: float | None
+
+
+def _ignore(*_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class ExchangeCallbacks:
+    """Called from within the event loop; must not block.
+
+    assembled  the body is whole: exactly once, unless the exchange is stopped before
+    lost       these peers' bytes are overdue, whoever was asked; repeated at every further deadline (`waiting()` says since when)
+    unequal    these reducers averaged other contributions than this peer knows of: nothing will be assembled
+    refused    this peer sent something that is refused by rule, and what
+    failed     a bug: the exchange has ended
+    """
+
+    assembled: Callable[[Assembly], None]
+    lost: Callable[[tuple[PeerId, ...]], None]
+    unequal: Callable[[tuple[PeerId, ...]], None] = _ignore
+    refused: Callable[[PeerId, str], None] = _ignore
+    failed: Callable[[BaseException], None] = _ignore
+
+
+class _Stored(NamedTuple):
+    """A whole stream that others may be given."""
+
+    payload: Digest
+    buffer: Bytes
+    ranges: Ranges
+
+
+class Exchange:
+    """One attempt's exchange at one member. All methods are called from the event loop.
+
+    Raises ValueError if `me` is not a member of the plan.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        plan: Plan,
+        transport: Transport,
+        codec: ExchangeCodec,
+        limits: ExchangeLimits,
+        callbacks: ExchangeCallbacks,
+        offload: Offload = in_thread,
+    ) -> None:
+        if plan.of(me) is None:
+            raise ValueError(f"{me} is no member of the plan for round {plan.round}")
+        self.plan = plan
+        self.refusals: Counter[str] = Counter()
+        self._me = me
+        self._digest = plan.digest
+        self._transport = transport
+        self._codec = codec
+        self._limits = limits
+        self._tell = callbacks
+        self._offload = offload
+        self._streams: Gather | Reduce = (Reduce if plan.topology == "reduce" else Gather)(me, plan, codec)
+        others = sorted((peer for peer in plan.peers if peer != me), key=lambda peer: limits.rates.get(peer, float("inf")))
+        self._lanes = {peer: Lane(peer, self._digest, transport, limits.chunk_bytes) for peer in others}
+        self._finished: dict[PeerId, Contribution] = {}
+        self._headers: dict[int, PartHeader] = {}
+        self._incoming: dict[StreamKey, Incoming] = {}
+        self._stored: dict[StreamKey, _Stored] = {}
+        self._done: set[StreamKey] = set()
+        self._rejected: set[StreamKey] = set()
+        self._relays: dict[StreamKey, PeerId] = {}
+        self._due: dict[StreamKey, Due] = {}
+        self._known: dict[Digest, Bytes] = {}
+        self._own_payload: Bytes | None = None
+        self._part_residual: Vector | None = None
+        self._unequal: set[PeerId] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._first_byte_at: float | None = None
+        self._received = 0
+
+    # ------------------------------------------------------------ life
+
+    def start(self, known: Mapping[Digest, Bytes] | None = None) -> None:
+        """Begin. `known` are payloads that an earlier attempt of the round brought (gather): they need not come again."""
+        self._known = dict(known or {})
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"exchange of round {self.plan.round}")
+        self._task.add_done_callback(self._ended)
+
+    def stop(self, reason: str) -> None:
+        """End, whatever the state: buffers are let go of now, tasks end with the loop's next turn (see `closed`)."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel(reason)
+        for held in (self._incoming, self._stored, self._headers, self._due, self._known, self._relays):
+            held.clear()
+        for lane in self._lanes.values():
+            lane.clear()
+        self._own_payload = self._part_residual = None
+
+    async def closed(self) -> None:
+        """Returns when no task of a stopped exchange is left."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for lane in self._lanes.values():
+                for _ in range(self._limits.parallel_chunks):
+                    group.create_task(lane.work())
+            group.create_task(self._watch())
+            group.create_task(self._conclude())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._tell.failed(error)
+
+    # ------------------------------------------------------------ contributions
+
+    def contribute(self, contribution: Contribution, payload: Bytes | None, part_residual: Vector | None = None) -> None:
+        """The own contribution is final. `payload` is None if it abstains; it must not change until the exchange is stopped.
+        `part_residual` is what the reducer's earlier answers for its share left unsaid."""
+        if self._me in self._finished:
+            raise ValueError(f"this peer has already contributed to round {self.plan.round}")
+        if contribution.abstains != (payload is None):
+            raise ValueError("a payload comes with a contribution that has tokens, and with no other")
+        self._own_payload, self._part_residual = payload, part_residual
+        if payload is not None:
+            if payload.size != self._codec.payload_bytes:
+                raise ValueError(f"the payload has {payload.size} bytes, the codec's have {self._codec.payload_bytes}")
+            for peer, key, ranges in self._streams.sends():
+                self._stored[key] = _Stored(contribution.payload, payload, ranges)
+                self._lanes[peer].offer(key, contribution.payload, payload, ranges)
+            if self.plan.topology == "gather":
+                own = _Stored(contribution.payload, payload, Ranges([(0, payload.size)]))
+                self._stored[self._streams.contribution_of(self._me)] = own
+        self._member_has_finished(contribution)
+
+    def member_finished(self, contribution: Contribution) -> None:
+        """Another member's contribution is final; its bytes are due from now on. Repetitions are ignored."""
+        peer = contribution.peer
+        if self._stopped or peer == self._me or peer not in self._lanes:
+            return
+        if (contribution.round, contribution.base) != (self.plan.round, self.plan.base):
+            self._refuse(peer, "contribution to another round")
+            return
+        if not contribution.abstains and contribution.payload_bytes != self._codec.payload_bytes:
+            self._refuse(peer, "contribution of the wrong size")
+            return
+        if peer in self._finished:
+            if self._finished[peer] != contribution:
+                self._refuse(peer, "a second contribution")
+            return
+        self._member_has_finished(contribution)
+
+    def _member_has_finished(self, contribution: Contribution) -> None:
+        self._finished[contribution.peer] = contribution
+        key = self._streams.contribution_of(contribution.peer)
+        known = self._known.get(contribution.payload) if self.plan.topology == "gather" else None
+        if known is not None and contribution.peer != self._me and not contribution.abstains:
+            self._acknowledge(contribution.peer, key, known.size)
+            self._keep(key, contribution.payload, known, Ranges([(0, known.size)]))
+        else:
+            self._check_early(key, contribution.payload)
+        self._look_for_due()
+
+    @property
+    def contributors(self) -> tuple[Contribution, ...] | None:
+        """Those whose contributions make up the mean, in site order; None as long as a member has not finished."""
+        if len(self._finished) < len(self.plan.members):
+            return None
+        return tuple(c for peer in self.plan.peers if not (c := self._finished[peer]).abstains)
+
+    def payloads(self) -> dict[Digest, Bytes]:
+        """Whole, verified contributions that are here (gather), for the next attempt's `start`."""
+        return {
+            stored.payload: stored.buffer
+            for key, stored in self._stored.items()
+            if key.kind == CONTRIBUTION and self.plan.topology == "gather"
+        }
+
+    # ------------------------------------------------------------ receiving
+
+    def receive(self, sender: PeerId, message: ExchangeMessage) -> None:
+        """A message of this exchange; those of other plans and of strangers are ignored."""
+        if self._stopped or message.plan != self._digest or sender not in self._lanes:
+            self.refusals["not of this exchange"] += 1
+            return
+        if isinstance(message, PartHeader):
+            self._receive_part_header(sender, message)
+            return
+        key = StreamKey(message.kind, message.owner, message.share)
+        if isinstance(message, Chunk):
+            self._receive_chunk(sender, key, message)
+        elif isinstance(message, ChunkAck):
+            self._lanes[sender].acknowledge(key, message.offset)
+        elif isinstance(message, ChunkWanted):
+            self._give(sender, key, message.gaps)
+        else:
+            self._not_to_be_had(sender, key, message.peers)
+
+    def _receive_chunk(self, sender: PeerId, key: StreamKey, chunk: Chunk) -> None:
+        relayed = key in self._relays
+        ranges = self._streams.relays(key, self._relays[key]) if relayed else self._streams.inbound(key)
+        if ranges is None or key in self._rejected:
+            self._refuse(sender, "a chunk that is not for this peer")
+            return
+        size = len(chunk.data)
+        if chunk.total != ranges.total or not size or not 0 <= chunk.offset <= chunk.total - size:
+            self._refuse(sender, "a chunk that does not fit")
+            return
+        if key in self._done:
+            self.refusals["duplicate"] += 1
+            self._acknowledge(sender, key, ranges.total)
+            return
+        expected = self._expected_payload(key)
+        incoming = self._incoming.get(key)
+        named = expected or (incoming.payload if incoming else chunk.payload if sender == key.owner else None)
+        if named != chunk.payload:
+            self.refusals["another contribution"] += 1
+            return
+        if incoming is None:
+            incoming = self._open(key, ranges, chunk.payload, relayed)
+        new = incoming.take(chunk.offset, chunk.data)
+        if not new:
+            self.refusals["duplicate"] += 1
+            self._acknowledge(sender, key, incoming.coverage.prefix)
+            return
+        self._count(new)
+        if key in self._due:
+            self._due[key].progressed(self._now)
+        prefix = incoming.coverage.prefix
+        if incoming.complete or prefix - incoming.acked >= self._limits.acknowledge_chunks * self._limits.chunk_bytes:
+            incoming.acked = prefix
+            self._acknowledge(sender, key, prefix)
+        if incoming.complete:
+            self._completed(key, incoming)
+        elif self.plan.topology == "reduce":
+            self._changed.set()
+
+    def _open(self, key: StreamKey, ranges: Ranges, payload: Digest, relayed: bool = False) -> Incoming:
+        slices = key.kind == CONTRIBUTION and self.plan.topology == "reduce" and not relayed
+        size = self._codec.payload_bytes if slices else ranges.total
+        incoming = self._incoming[key] = Incoming(ranges, size, payload, self._streams.verifies(key))
+        return incoming
+
+    def _expected_payload(self, key: StreamKey) -> Digest | None:
+        """The hash that the stream's owner has announced, if it has."""
+        if key.kind == PART:
+            header = self._headers.get(key.share)
+            return header.payload if header else None
+        contribution = self._finished.get(key.owner)
+        return contribution.payload if contribution else None
+
+    def _check_early(self, key: StreamKey, payload: Digest) -> None:
+        """What came of a stream before its header: to be kept if it is the same stream, to be dropped otherwise."""
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            return
+        if incoming.payload != payload:
+            del self._incoming[key]
+        elif incoming.complete:
+            self._completed(key, incoming)
+
+    def _completed(self, key: StreamKey, incoming: Incoming) -> None:
+        if self._expected_payload(key) is None:
+            return  # its header is still to come
+        del self._incoming[key]
+        if not incoming.sound:  # it stays due, and is asked for again
+            self._refuse(key.owner, "bytes that are not what their hash says")
+        elif fault := self._fault_in(key, incoming.buffer):  # no better bytes will come: its owner is reported in the end
+            self._rejected.add(key)
+            self._refuse(key.owner, fault)
+        else:
+            self._keep(key, incoming.payload, incoming.buffer, incoming.ranges)
+
+    def _fault_in(self, key: StreamKey, buffer: Bytes) -> str:
+        if key in self._relays:
+            return ""
+        if key.kind == PART:
+            return self._codec.fault_in_part(buffer, self.plan.shares[key.share])
+        return self._codec.fault_in_payload(buffer)
+
+    def _keep(self, key: StreamKey, payload: Digest, buffer: Bytes, ranges: Ranges) -> None:
+        self._stored[key] = _Stored(payload, buffer, ranges)
+        self._done.add(key)
+        self._due.pop(key, None)
+        if key in self._relays:
+            self._lanes[self._relays[key]].offer(key, payload, buffer, ranges)
+        self._changed.set()
+
+    def _receive_part_header(self, sender: PeerId, header: PartHeader) -> None:
+        streams = self._streams
+        ranges = streams.part_ranges(header.share) if isinstance(streams, Reduce) else None
+        owner = self.plan.peers[header.share] if ranges is not None else ""
+        if ranges is None or owner == self._me or header.payload_bytes != ranges.total:
+            self._refuse(sender, "a part that does not fit")
+            return
+        key = StreamKey(PART, owner, header.share)
+        if header.share in self._headers or (sender != owner and not (key in self._due and self._due[key].misses)):
+            return
+        self._headers[header.share] = header
+        if key in self._due:
+            self._due[key].progressed(self._now)
+        self._check_early(key, header.payload)
+        self._compare_parts()
+
+    def _compare_parts(self) -> None:
+        if (contributors := self.contributors) is None:
+            return
+        ours = tuple(contribution.payload for contribution in contributors)
+        others = {self.plan.peers[share] for share, header in self._headers.items() if header.contributions != ours}
+        if others - self._unequal:
+            self._unequal |= others
+            self._tell.unequal(tuple(sorted(self._unequal)))
+
+    # ------------------------------------------------------------ asking and giving
+
+    def _give(self, sender: PeerId, key: StreamKey, gaps: tuple[Range, ...]) -> None:
+        stored = self._stored.get(key)
+        if stored is not None:
+            if len(gaps) > MAX_GAPS or any(not 0 <= gap.start < gap.stop <= stored.ranges.total for gap in gaps):
+                self._refuse(sender, "a request that does not fit")
+                return
+            if key.kind == PART:
+                self._transport.send(sender, self._headers[key.share])
+            if gaps:
+                self._lanes[sender].offer_gaps(key, stored.payload, stored.buffer, stored.ranges, gaps)
+        elif key.owner == self._me:
+            if key.kind == PART:
+                self._say_missing(sender, key, self._not_here())
+        elif (ranges := self._streams.relays(key, sender)) is not None:
+            self._relays[key] = sender
+            incoming = self._incoming.get(key)
+            self._ask([key.owner], key, ranges, incoming)
+        else:
+            self._say_missing(sender, key, (key.owner,))
+
+    def _say_missing(self, to: PeerId, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
+        self._transport.send(to, ChunkMissing(self._digest, key.kind, key.owner, key.share, peers))
+
+    def _not_here(self) -> tuple[PeerId, ...]:
+        """The members whose contributions this reducer lacks."""
+        return tuple(peer for peer in self._lanes if self._is_due(self._streams.contribution_of(peer)))
+
+    def _not_to_be_had(self, sender: PeerId, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
+        due = self._due.get(key)
+        if due is None or not due.misses:
+            return
+        if sender == key.owner and key.kind == PART:
+            due.blocked(tuple(peer for peer in peers if peer in self.plan.peers and peer != sender))
+        elif sender != key.owner and (asked := due.ask_next(self._now)):
+            self._ask(asked, key, self._streams.inbound(key), self._incoming.get(key))
+
+    def _ask(self, peers: list[PeerId], key: StreamKey, ranges: Ranges | None, incoming: Incoming | None) -> None:
+        total = ranges.total if ranges else 0
+        gaps = incoming.coverage.gaps(0, total) if incoming else [(0, total)]
+        wanted = ChunkWanted(self._digest, key.kind, key.owner, key.share, tuple(Range(*gap) for gap in gaps[:MAX_GAPS]))
+        for peer in peers:
+            self._transport.send(peer, wanted)
+
+    def _acknowledge(self, to: PeerId, key: StreamKey, offset: int) -> None:
+        self._transport.send(to, ChunkAck(self._digest, key.kind, key.owner, key.share, offset))
+
+    def _refuse(self, peer: PeerId, reason: str) -> None:
+        self.refusals[reason] += 1
+        self._tell.refused(peer, reason)
+
+    # ------------------------------------------------------------ deadlines
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def _patience(self) -> float:
+        return self._limits.patience_seconds(self.plan)
+
+    def _expected(self) -> list[StreamKey]:
+        """The streams that this peer needs and that their owners are known to have made (or to be about to: parts)."""
+        keys = []
+        if self._streams.needs_contributions():
+            keys += [self._streams.contribution_of(c.peer) for c in self._finished.values() if not c.abstains]
+        if isinstance(self._streams, Reduce) and self.contributors:
+            keys += self._streams.body(self.contributors)
+        return [key for key in keys if key.owner != self._me]
+
+    def _is_due(self, key: StreamKey) -> bool:
+        return key in self._due or (key.owner not in self._finished and self._streams.inbound(key) is not None)
+
+    def _look_for_due(self) -> None:
+        for key in self._expected():
+            if key not in self._done and key not in self._due:
+                others = tuple(peer for peer in self._lanes if peer != key.owner)
+                self._due[key] = Due(key.owner, others, self._patience, self._limits.deadline_growth, self._now)
+        self._compare_parts()
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            # nothing that becomes due while this sleeps has its deadline before it wakes
+            nearest = min((due.next_at for due in self._due.values()), default=float("inf"))
+            await asyncio.sleep(max(0.0, min(self._patience / 4, nearest - self._now)))
+            lost: set[PeerId] = set()
+            for key, due in self._due.items():
+                misses = due.misses
+                if asked := due.check(self._now):
+                    self._ask(asked, key, self._streams.inbound(key), self._incoming.get(key))
+                if due.misses > misses and due.misses >= self._limits.misses_until_lost:
+                    lost.update(set(due.blocked_by or (due.owner,)) - {self._me})
+            if lost:
+                self._tell.lost(tuple(sorted(lost)))
+
+    def waiting(self) -> tuple[Waiting, ...]:
+        """For whom and what this peer waits, since when, and how long still."""
+        now = self._now
+        return tuple(
+            Waiting(due.owner, key.kind, now - due.since, max(0.0, due.deadline - now), due.misses)
+            for key, due in self._due.items()
+        )
+
+    # ------------------------------------------------------------ conclusion
+
+    async def _conclude(self) -> None:
+        await self._until(lambda: self.contributors is not None)
+        contributors = self.contributors
+        assert contributors is not None
+        mean = await self._reduce_share(contributors) if isinstance(self._streams, Reduce) and contributors else None
+        state, body = hashlib.blake2b(digest_size=DIGEST_BYTES), []
+        for key in self._streams.body(contributors):
+            await self._until(partial(self._stored.__contains__, key))
+            body.append(self._stored[key].buffer)
+            await self._offload(partial(state.update, body[-1].data))
+        await self._until(lambda: not self._unequal)
+        size = sum(buffer.size for buffer in body)
+        part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None
+        self._tell.assembled(Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part))
+
+    async def _reduce_share(self, contributors: tuple[Contribution, ...]) -> Vector | None:
+        """Average the own share, answer with the part. Returns the mean if a residual has to be made of it."""
+        streams = self._streams
+        assert isinstance(streams, Reduce)
+        if not streams.share:
+            return None
+        arriving, payloads = [], []
+        for contribution in contributors:
+            key = streams.contribution_of(contribution.peer)
+            if contribution.peer == self._me:
+                assert self._own_payload is not None
+                payloads.append(self._own_payload)
+            elif key in self._stored:
+                payloads.append(self._stored[key].buffer)
+            else:
+                ranges = streams.inbound(key)
+                assert ranges is not None
+                incoming = self._incoming.get(key) or self._open(key, ranges, contribution.payload)
+                arriving.append(incoming)
+                payloads.append(incoming.buffer)
+        share = ShareMean(self._codec, streams.share, payloads, [c.tokens for c in contributors])
+        await share.run(arriving, self._changed, self._offload)
+        await self._until(lambda: all(self._is_settled(streams.contribution_of(c.peer)) for c in contributors))
+        part, digest = await self._offload(share.encode(self._part_residual))
+        self._answer(streams, contributors, part, digest)
+        return share.mean if self._codec.settings.residual else None
+
+    def _is_settled(self, key: StreamKey) -> bool:
+        return key.owner == self._me or key in self._done
+
+    def _answer(self, streams: Reduce, contributors: tuple[Contribution, ...], part: Bytes, digest: Digest) -> None:
+        key, ranges = streams.own_part, Ranges([(0, part.size)])
+        hashes = tuple(contribution.payload for contribution in contributors)
+        header = self._headers[streams.index] = PartHeader(self._digest, streams.index, hashes, digest, part.size)
+        self._stored[key] = _Stored(digest, part, ranges)
+        for peer, lane in self._lanes.items():
+            self._transport.send(peer, header)
+            lane.offer(key, digest, part, ranges)
+        for contribution in contributors:
+            if contribution.peer != self._me:
+                del self._stored[streams.contribution_of(contribution.peer)]
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ------------------------------------------------------------ figures
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Held for this exchange: what was received, and the own part."""
+        return sum(incoming.coverage.bytes for incoming in self._incoming.values()) + sum(
+            stored.ranges.total for stored in self._stored.values() if stored.buffer is not self._own_payload
+        )
+
+    def _count(self, size: int) -> None:
+        if self._first_byte_at is None:
+            self._first_byte_at = self._now
+        self._received += size
+
+    def progress(self) -> Progress:
+        peers = [peer for peer in self._lanes if not (peer in self._finished and self._finished[peer].abstains)]
+        keys = [self._streams.contribution_of(peer) for peer in peers]
+        if isinstance(self._streams, Reduce):
+            keys += [StreamKey(PART, peer, index) for index, peer in enumerate(self.plan.peers)]
+        total = sum(ranges.total for key in keys if (ranges := self._streams.inbound(key)) is not None)
+        elapsed = self._now - self._first_byte_at if self._first_byte_at is not None else 0.0
+        done = min(self._received, total)
+        return Progress(done, total, (total - done) * elapsed / done if done and elapsed else None)
