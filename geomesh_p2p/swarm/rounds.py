@@ -1,0 +1,151 @@
+"""Keeps book of this peer's rounds and turns each committed one into one observation.
+
+Facts come from three sides: the replica's notes (plans, discards, leaders), the algorithm (training, folding) and the
+transport (traffic, when others finished).
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Any
+
+from geomesh_p2p.core import observations as obs
+from geomesh_p2p.core.messages import Finished
+from geomesh_p2p.core.ports import InnerResult, LocalRound, Observer, PeerTraffic, Transport
+from geomesh_p2p.core.types import PeerId, Plan, StepReport, Term, Update
+from geomesh_p2p.swarm.membership import Membership
+from geomesh_p2p.swarm.stopwatch import Stopwatch
+
+NO_WORK = InnerResult(
+    tokens=0, ranges=(), steps=0, loss=math.nan, seconds=0.0, data_wait_seconds=0.0, step_seconds=(), skipped_steps=0,
+    overrun_seconds=0.0, learning_rate=0.0,
+)  # fmt: skip
+
+
+class RoundBook:
+    """One peer's rounds. `opened`: when its first round began."""
+
+    def __init__(self, me: PeerId, membership: Membership, transport: Transport, observe: Observer, opened: float) -> None:
+        self.me = me
+        self.last_step_report: StepReport | None = None
+        self.tokens_total = 0
+        self._membership = membership
+        self._transport = transport
+        self._observe = observe
+        self._watch = Stopwatch(opened)
+        self._committed: dict[int, tuple[Update, Term, str]] = {}
+        self._traffic: dict[PeerId, PeerTraffic] = {}
+
+    # ---------------------------------------------------------------- as the round goes on
+
+    def plan_adopted(self, plan: Plan, now: float) -> None:
+        """An attempt's plan counts from the first one on: later attempts of a round reuse what was trained."""
+        if self._watch.plan is None or self._watch.plan.round != plan.round:
+            self._watch.plan_adopted(plan, now)
+        else:
+            self._watch.plan, self._watch.reused = plan, True
+
+    def trained(self, local: LocalRound, now: float) -> None:
+        self._watch.inner_steps_ended(local.result, local.contribution, local.codec_seconds, now)
+        mine = self._watch.plan.of(self.me) if self._watch.plan else None
+        if mine is not None and local.result.step_seconds:
+            # A short last step says nothing of the planned batch.
+            whole = local.result.step_seconds[:-1] if mine.last_batch != mine.batch else local.result.step_seconds
+            if whole:
+                self.last_step_report = StepReport(self.me, mine.batch, median(whole))
+
+    def member_finished(self, message: Finished, arrived: float, rtt_seconds: float) -> None:
+        if self._watch.plan is not None and message.contribution.round == self._watch.plan.round:
+            self._watch.member_finished(message.contribution.peer, arrived, rtt_seconds)
+
+    def committed(self, update: Update, term: Term, leader: str) -> None:
+        self._committed[update.round] = (update, term, leader)
+
+    def discarded(self, round: int, attempt: int, reason: str) -> None:
+        self._observe(obs.RoundDiscarded(round, attempt, reason))
+
+    # ---------------------------------------------------------------- the round is over
+
+    def folded(self, update: Update, fold_seconds: float, now: float) -> None:
+        """`update` is in the anchor; it took `fold_seconds`."""
+        watch, self._watch = self._watch, Stopwatch(now)
+        watch.fold_seconds = fold_seconds
+        self.tokens_total += update.tokens
+        _, term, leader = self._committed.pop(update.round, (update, Term(0, ""), ""))
+        member = watch.plan is not None and watch.plan.round == update.round
+        if not member:
+            watch.plan, watch.result = None, None
+        self._observe(self._observation(update, watch, now, (term, leader)))
+        ppl = perplexity(
+            sum(c.validation_nats for c in update.contributors), sum(c.validation_tokens for c in update.contributors)
+        )
+        if ppl is not None:
+            self._observe(obs.Validated(update.round - 1, ppl, final=False))
+
+    def validated(self, round: int, nats: float, tokens: int) -> None:
+        ppl = perplexity(nats, tokens)
+        if ppl is not None:
+            self._observe(obs.Validated(round, ppl, final=True))
+
+    def _observation(self, update: Update, watch: Stopwatch, now: float, who: tuple[Term, str]) -> obs.RoundCommitted:
+        plan, result = watch.plan, watch.result or NO_WORK
+        mine = plan.of(self.me) if plan else None
+        own = watch.contribution if plan else None
+        traffic = self._traffic_since()
+        return obs.RoundCommitted(
+            round=update.round,
+            digest=update.digest,
+            term=who[0].number,
+            leader=who[1],
+            attempt=plan.attempt if plan else 0,
+            topology=update.topology,
+            members=tuple(m.site for m in plan.members) if plan else (),
+            contributors=tuple(c.site for c in update.contributors),
+            voters=len(update.voters),
+            batch=mine.batch if mine else 0,
+            inner_steps=mine.inner_steps if mine else 0,
+            planned_tokens=plan.planned_tokens if plan else 0,
+            tokens=own.tokens if own and own.payload in [c.payload for c in update.contributors] else 0,
+            tokens_total=self.tokens_total,
+            loss=result.loss if result.steps else None,
+            validation_ppl=perplexity(
+                sum(c.validation_nats for c in update.contributors), sum(c.validation_tokens for c in update.contributors)
+            ),
+            learning_rate=result.learning_rate,
+            planned_finish_seconds=mine.finish_seconds if mine else 0.0,
+            finish_seconds=result.seconds,
+            planned_seconds=plan.train_seconds + plan.exchange_seconds if plan else 0.0,
+            times=watch.times(now),
+            step_seconds_median=median(result.step_seconds) if result.step_seconds else 0.0,
+            steps_done=result.steps,
+            skipped_steps=result.skipped_steps,
+            overrun_seconds=result.overrun_seconds,
+            emulated_seconds=result.seconds,
+            payload_sent=traffic["payload_sent"],
+            payload_received=traffic["payload_received"],
+            overhead_sent=traffic["overhead_sent"],
+            overhead_received=traffic["overhead_received"],
+            abstained=own.reason if own and own.abstains else "",
+            reused=watch.reused,
+        )
+
+    def _traffic_since(self) -> dict[str, dict[str, int]]:
+        """Bytes by remote site since the last round."""
+        names = ("payload_sent", "payload_received", "overhead_sent", "overhead_received")
+        result: dict[str, dict[str, int]] = {name: {} for name in names}
+        for peer, totals in self._transport.traffic().items():
+            before = self._traffic.get(peer, PeerTraffic())
+            site = self._membership.site_of(peer)
+            for name in names:
+                result[name][site] = result[name].get(site, 0) + getattr(totals, name) - getattr(before, name)
+            self._traffic[peer] = PeerTraffic(**vars(totals))
+        return result
+
+
+def perplexity(nats: float, tokens: int) -> float | None:
+    """exp of the mean token loss; None without tokens. A diverged loss gives infinity."""
+    if tokens <= 0:
+        return None
+    mean: Any = nats / tokens
+    return math.exp(mean) if mean < 700 else math.inf

@@ -1,0 +1,459 @@
+"""Drives the protocol of one peer over a transport: events in, actions out, one at a time and in order.
+
+The replica (core/replica.py) decides. The session carries its actions out, keeps bodies at hand, lets the planner
+compute, feeds heartbeats and deadlines, and hands the algorithm its work. Nothing here blocks the event loop: disk and
+planning run in threads; while a save is under way no other event is handled (heartbeats still go out).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from geomesh_p2p.core import events as ev
+from geomesh_p2p.core import messages as msg
+from geomesh_p2p.core import observations as obs
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.log import LogState, next_voters
+from geomesh_p2p.core.ports import Clock, FoldUpdate, LocalRound, Observer, SaveState, Store, Transport, ValidateAll
+from geomesh_p2p.core.replica import Replica
+from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Update
+from geomesh_p2p.swarm.donor import Donor, Fetcher
+from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCodec, ExchangeInbox, ExchangeLimits, Missed
+from geomesh_p2p.swarm.links import LinkTable
+from geomesh_p2p.swarm.membership import Membership
+from geomesh_p2p.swarm.rounds import RoundBook
+from geomesh_p2p.swarm.work import Bench, Job, Listeners
+
+EXCHANGE_MESSAGES = (msg.Chunk, msg.ChunkAck, msg.PartHeader, msg.ChunkWanted, msg.ChunkMissing)
+LINGER_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a session works with."""
+
+    transport: Transport
+    store: Store
+    membership: Membership
+    links: LinkTable
+    observe: Observer
+    history: Callable[[str, dict[str, Any]], None]
+    clock: Clock = time.monotonic
+
+
+@dataclass(frozen=True)
+class Planning:
+    """`make` computes a plan from what is asked and what is known; it runs in a thread."""
+
+    make: Callable[[ev.NeedPlan, tuple[Profile, ...], tuple[msg.Heartbeat, ...], LogState], Plan]
+    validate_every_rounds: int
+    final_round: int
+    snapshot_every_rounds: int
+
+
+@dataclass(frozen=True)
+class ExchangeSetup:
+    codec: ExchangeCodec
+    limits: ExchangeLimits
+    inbox_bytes: int
+
+
+class Session:
+    """One peer's part in a run, from `run()` until it ends by itself, is halted, or has left.
+
+    `outcome` is then (exit code, reason)."""
+
+    def __init__(self, around: Surroundings, replica: Replica, planning: Planning, exchange: ExchangeSetup, profile: Profile) -> None:
+        self.around = around
+        self.replica = replica
+        self.planning = planning
+        self.profile = profile
+        self.bench = Bench(Listeners(self._contributed, self._folded, self._validated))
+        self.book = RoundBook(profile.peer, around.membership, around.transport, around.observe, around.clock())
+        self.outcome: tuple[int, str] | None = None
+        self.crash: BaseException | None = None
+        self._setup = exchange
+        self._inbox = ExchangeInbox(exchange.inbox_bytes)
+        self._exchange: Exchange | None = None
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._bodies: dict[Digest, bytes | list[Any]] = {}
+        self._due_snapshots: dict[int, LogState] = {}
+        self._donor, self._fetcher = Donor(around.store), Fetcher(around.transport)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._seen_phase: tuple[str, int, str] | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self) -> None:
+        """Takes part until the end. The transport must hand its messages to `receive` and its requests to `answer`."""
+        self._put(ev.Ready(self.profile))
+        loops = [self._spawn(loop) for loop in (self._drive(), self._tick(), self._beat())]
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait([over, *loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            await self._stop_exchange("shutdown")
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.bench.drop()
+            self.bench.put(None)
+        if self.crash is not None:
+            raise self.crash
+
+    def leave(self, reason: str) -> None:
+        """Ask to be left out of the next view; `run` ends when that is done or its deadline passes."""
+        self._put(ev.LeaveWanted(reason))
+
+    def answer(self, _sender: PeerId, fetch: msg.Fetch) -> Any:
+        return self._donor.answer(fetch)
+
+    def receive(self, sender: PeerId, message: msg.Message) -> None:
+        """Every message of the transport; called in the event loop."""
+        members, now = self.around.membership, self.around.clock()
+        match message:
+            case msg.Hello():
+                if members.on_hello(sender, message, now):
+                    self._beat_now.set()
+            case msg.Refused():
+                members.refused_me = message
+                self.around.observe(obs.Warned("refused", f"{members.site_of(sender)} refuses this peer: {message.reason}"))
+            case msg.Heartbeat():
+                if members.on_heartbeat(sender, message, now):
+                    self.around.transport.send(sender, msg.HeartbeatEcho(message.sent_at))
+                    self._put(ev.Received(sender, message))
+            case msg.HeartbeatEcho():
+                if members.heard(sender, now):
+                    self.around.links.round_trip(sender, now - message.sent_at)
+            case _ if not members.heard(sender, now):
+                members.greet(sender, now)
+            case _ if isinstance(message, EXCHANGE_MESSAGES):
+                if self._exchange is not None and message.plan == self._exchange.plan.digest:
+                    self._exchange.receive(sender, message)
+                else:
+                    self._inbox.keep(sender, message)
+            case _:
+                if isinstance(message, msg.Finished):
+                    self.book.member_finished(message, now, self.around.links.rtt_seconds(sender))
+                self._put(ev.Received(sender, message))
+
+    # ---------------------------------------------------------------- loops
+
+    async def _drive(self) -> None:
+        while True:
+            event = await self._events.get()
+            pending = deque(self.replica.handle(event, self.around.clock()))
+            while pending:
+                action = pending.popleft()
+                try:
+                    await self._do(action)
+                except OSError as error:
+                    self.around.observe(obs.Warned("save_failed", f"cannot save to disk: {error}"))
+                    pending = deque(self.replica.handle(ev.SaveFailed(str(error)), self.around.clock()))
+            self._woken.set()
+            self._show_phase()
+
+    async def _tick(self) -> None:
+        while True:
+            self._woken.clear()
+            wait = self.replica.next_deadline() - self.around.clock()
+            if wait > 0:
+                try:
+                    await asyncio.wait_for(self._woken.wait(), min(wait, 1.0))
+                    continue
+                except TimeoutError:
+                    pass
+            if self._events.empty():
+                self._put(ev.Tick())
+            await asyncio.sleep(0.01)
+
+    async def _beat(self) -> None:
+        """Heartbeats go to every acquaintance by this loop alone: training and saving cannot hold it up."""
+        while True:
+            self._beat_now.clear()
+            for acquaintance in list(self.around.membership.known.values()):
+                self.around.transport.send(acquaintance.peer, self._heartbeat())
+            try:
+                await asyncio.wait_for(self._beat_now.wait(), self.replica.timing.heartbeat_seconds)
+                await asyncio.sleep(0.005)  # several reasons to beat at once are one
+            except TimeoutError:
+                pass
+
+    def _heartbeat(self) -> msg.Heartbeat:
+        return self.replica.heartbeat(
+            links=self.around.links.links_from(self.profile.peer),
+            step=self.book.last_step_report,
+            sent_at=self.around.clock(),
+        )
+
+    # ---------------------------------------------------------------- actions
+
+    async def _do(self, action: ev.Action) -> None:
+        store = self.around.store
+        match action:
+            case ev.Send(to, message):
+                self.around.transport.send(to, message)
+            case ev.Note(kind, fields):
+                self.around.history(kind, fields)
+                if kind == "discard":
+                    self.book.discarded(fields["round"], fields["attempt"], fields["reason"])
+            case ev.SaveDurable(durable):
+                await asyncio.to_thread(store.save_durable, durable)
+            case ev.SaveHeld(held):
+                await asyncio.to_thread(store.save_held, held, self._buffers(held.update))
+            case ev.AppendCommit(update):
+                await self._append(update)
+            case ev.NeedPlan():
+                self._spawn(self._plan(action))
+            case ev.Train(plan, reuse):
+                self._train(plan, reuse)
+            case ev.CloseTraining(plan_digest):
+                self.bench.close(plan_digest)
+            case ev.Rewind():
+                self.bench.drop()
+            case ev.StartExchange(plan):
+                await self._start_exchange(plan)
+            case ev.MemberFinished(plan_digest, contribution):
+                if self._exchange is not None and self._exchange.plan.digest == plan_digest:
+                    self._exchange.member_finished(contribution)
+            case ev.StopExchange(plan_digest, reason):
+                if self._exchange is not None and self._exchange.plan.digest == plan_digest:
+                    await self._stop_exchange(reason)
+            case ev.FetchHeld(held, sources):
+                self._spawn(self._fetch_held(held, sources))
+            case ev.CatchUp():
+                self._spawn(self._catch_up(action))
+            case ev.Halt(exit_code, reason):
+                self._finish(exit_code, reason)
+
+    async def _append(self, update: Update) -> None:
+        body = self._buffers(update)
+        await asyncio.to_thread(self.around.store.append, update, body)
+        self._committed(update, body)
+
+    def _committed(self, update: Update, body: list[Any]) -> None:
+        """`update` is in the log on disk: fold it when the worker comes to it."""
+        job = self.bench.job
+        own = None
+        if job is not None and job.plan.round <= update.round:
+            if job.local is not None and any(c.payload == job.local.contribution.payload for c in update.contributors):
+                own = job.local.payload
+            self.bench.drop()
+        self._bodies.clear()
+        self.book.committed(update, self.replica.term, self.around.membership.site_of(self.replica.leader))
+        self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
+        self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
+        final = update.round >= self.planning.final_round
+        if final or update.round % self.planning.snapshot_every_rounds == 0:
+            self._save_snapshot(self.replica.log.state)
+        if final:
+            self.bench.put(ValidateAll(update.round))
+        self._beat_now.set()
+
+    def _save_snapshot(self, state: LogState) -> None:
+        def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
+            begun = time.perf_counter()
+            try:
+                size = self.around.store.save_snapshot(state, anchor, momentum, residual, save_inner)
+            except OSError as error:
+                self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
+            else:
+                self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, size))
+
+        self.bench.put(SaveState(state.round, write))
+
+    async def _plan(self, need: ev.NeedPlan) -> None:
+        beats = [a.heartbeat for a in self.around.membership.known.values() if a.peer in need.members and a.heartbeat]
+        if self.profile.peer in need.members:
+            beats.append(self._heartbeat())
+        profiles = tuple(beat.profile for beat in beats if beat.profile is not None)
+        try:
+            planned = ev.Planned(await asyncio.to_thread(self.planning.make, need, profiles, tuple(beats), self.replica.log.state))
+        except ValueError as error:
+            planned = ev.Planned(None, str(error))
+        self._put(planned)
+
+    def _train(self, plan: Plan, reuse: bool) -> None:
+        self.around.observe(obs.PlanAdopted(plan))
+        self.book.plan_adopted(plan, self.around.clock())
+        job, mine = self.bench.job, plan.of(self.profile.peer)
+        if reuse and job is not None:
+            job.wanted = plan
+            if job.local is not None:
+                self._hand_in(job)
+        elif mine is not None:
+            self.bench.train(plan, mine, validate=(plan.round - 1) % self.planning.validate_every_rounds == 0)
+
+    async def _fetch_held(self, held: Held, sources: tuple[PeerId, ...]) -> None:
+        body = await self._fetcher.held(held, sources)
+        if body is None:
+            self._put(ev.FetchFailed("held", sources[0] if sources else ""))
+            return
+        self._bodies[held.update.body] = body
+        self._put(ev.FetchedHeld(held))
+
+    async def _catch_up(self, wanted: ev.CatchUp) -> None:
+        """By updates while the sources still have them; else by their newest snapshot, then updates."""
+        begun, first = self.around.clock(), self.replica.log.round + 1
+        updates: list[Update] = []
+        state: LogState | None = None
+        for round in range(first, wanted.round + 1):
+            found = await self._fetcher.update(round, wanted.sources)
+            if found is None:
+                break
+            updates.append(found[0])
+            self._bodies[found[0].body] = found[1]
+        if not updates:
+            self._put(ev.FetchFailed("update", wanted.sources[0] if wanted.sources else ""))
+            return
+        for update in updates:
+            body = self._buffers(update)
+            await asyncio.to_thread(self.around.store.append, update, body)
+            self._committed(update, body)
+        self.around.observe(obs.CaughtUpTo(updates[-1].round, len(updates), self.around.clock() - begun))
+        self._put(ev.CaughtUp(tuple(updates), state))
+
+    # ---------------------------------------------------------------- the exchange
+
+    async def _start_exchange(self, plan: Plan) -> None:
+        """What an earlier attempt of the round brought need not come again."""
+        known = self._exchange.payloads() if self._exchange is not None and self._exchange.plan.round == plan.round else {}
+        await self._stop_exchange("another attempt")
+        self._exchange = Exchange(
+            self.profile.peer, plan, self.around.transport, self._setup.codec, self._setup.limits, _ExchangeEars(self, plan)
+        )
+        self._exchange.start(known)
+        for sender, message in self._inbox.take(plan.digest):
+            self._exchange.receive(sender, message)
+
+    async def _stop_exchange(self, reason: str) -> None:
+        if self._exchange is not None:
+            exchange, self._exchange = self._exchange, None
+            self._inbox.close(exchange.plan.digest)
+            await exchange.stop(reason)
+
+    def assembled(self, assembly: Assembly) -> None:
+        """The exchange is complete here: name the update that it makes."""
+        plan = assembly.plan
+        update = Update(
+            round=plan.round,
+            base=plan.base,
+            topology=plan.topology,
+            shares=plan.shares,
+            contributors=assembly.contributors,
+            voters=next_voters(self.replica.log.voters, plan.peers, (c.peer for c in assembly.contributors), plan.round),
+            body=assembly.body_digest,
+            body_bytes=assembly.body_bytes,
+        )
+        self._bodies[update.body] = list(assembly.body)
+        self._put(ev.Assembled(plan.digest, update))
+
+    def lost(self, plan: Plan, peers: tuple[PeerId, ...]) -> None:
+        self._put(ev.ExchangeLost(plan.digest, peers))
+
+    def _buffers(self, update: Update) -> list[Any]:
+        """The body of an update that is here: assembled, fetched, or in the held record on disk."""
+        if update.body_bytes == 0:
+            return []
+        body = self._bodies.get(update.body)
+        if body is None:
+            held = self.around.store.load_held()
+            if held is None or held[0].update.body != update.body:
+                raise RuntimeError(f"the body of round {update.round} is not here although the replica counts on it")
+            body = held[1]
+        return body if isinstance(body, list) else [body]
+
+    # ---------------------------------------------------------------- what the algorithm says
+
+    def _contributed(self, job: Job, local: LocalRound) -> None:
+        self.book.trained(local, self.around.clock())
+        if local.contribution.abstains:
+            self.around.observe(obs.Warned("abstained", f"round {job.plan.round}: abstains, {local.contribution.reason}"))
+        self._beat_now.set()  # the leader plans the next round with this round's step time
+        self._hand_in(job)
+
+    def _hand_in(self, job: Job) -> None:
+        assert job.local is not None
+        if self._exchange is not None and self._exchange.plan.digest == job.wanted.digest:
+            self._exchange.contribute(job.local.contribution, job.local.payload)
+        self._put(ev.Trained(job.wanted.digest, job.local.contribution, job.local.result.seconds))
+
+    def _folded(self, update: Update, codec_seconds: float) -> None:
+        self.book.folded(update, codec_seconds, self.around.clock())
+
+    def _validated(self, round: int, nats: float, tokens: int) -> None:
+        self.book.validated(round, nats, tokens, final=True)
+        self._spawn(self._linger())
+
+    # ---------------------------------------------------------------- small things
+
+    async def _linger(self) -> None:
+        """Stay for those who still need the last commit, with a limit."""
+        until = self.around.clock() + LINGER_SECONDS
+        while self.around.clock() < until:
+            others = [a for a in self.around.membership.live(self.around.clock()) if a.trains and a.heartbeat is not None]
+            if all(a.heartbeat.round >= self.planning.final_round for a in others if a.heartbeat is not None):
+                break
+            await asyncio.sleep(0.1)
+        self._finish(0, f"the run has reached round {self.planning.final_round}")
+
+    def _finish(self, exit_code: int, reason: str) -> None:
+        if self.outcome is None:
+            self.outcome = (exit_code, reason)
+            self._over.set()
+
+    def _put(self, event: ev.Event) -> None:
+        self._events.put_nowait(event)
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """A bug: end, and let `run` raise it."""
+        self.crash = error
+        self._finish(1, f"{type(error).__name__}: {error}")
+
+    def _show_phase(self) -> None:
+        seen = (self.replica.phase, self.replica.round, self.replica.waiting_for)
+        if seen != self._seen_phase:
+            self._seen_phase = seen
+            self.around.observe(obs.PhaseChanged(*seen))
+
+
+class _ExchangeEars:
+    """Listens to one exchange for the session; what comes from one that was stopped meanwhile does no harm."""
+
+    def __init__(self, session: Session, plan: Plan) -> None:
+        self._session = session
+        self._plan = plan
+
+    def assembled(self, assembly: Assembly) -> None:
+        self._session.assembled(assembly)
+
+    def lost(self, missed: tuple[Missed, ...]) -> None:
+        self._session.lost(self._plan, tuple(m.peer for m in missed))
+
+    def unequal(self, peers: tuple[PeerId, ...]) -> None:
+        self._session.lost(self._plan, peers)
+
+    def refused(self, peer: PeerId, reason: str) -> None:
+        site = self._session.around.membership.site_of(peer)
+        self._session.around.observe(obs.Warned("refused_bytes", f"{site} sent {reason}"))
+
+    def failed(self, error: BaseException) -> None:
+        self._session.fail(error)
