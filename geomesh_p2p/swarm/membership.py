@@ -16,6 +16,7 @@ from geomesh_p2p import PROTOCOL_VERSION
 from geomesh_p2p.core.canonical import Digest, pack
 from geomesh_p2p.core.messages import Heartbeat, Hello, Refused
 from geomesh_p2p.core.types import Founding, PeerId
+from geomesh_p2p.swarm.wire import FrameError, unpack_record
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Membership:
         self.known: dict[PeerId, Acquaintance] = {}
         self.refused: dict[PeerId, str] = {}
         self.refused_me: Refused | None = None
+        self.heard_founding: Founding | None = None
         self._send = send
         self._greeted: dict[PeerId, float] = {}
 
@@ -108,6 +110,8 @@ class Membership:
             self._send(sender, Refused(reason, final))
             return False
         self.refused.pop(sender, None)
+        if self.me.founding is None and hello.founded:
+            self._learn_founding(hello)
         if sender not in self.known:
             self._greeted[sender] = now
             self._send(sender, self.hello(sender))
@@ -117,6 +121,14 @@ class Membership:
             self.known[sender].heard_at = now
             self.greet(sender, now)
         return True
+
+    def _learn_founding(self, hello: Hello) -> None:
+        try:
+            founding = unpack_record(Founding, hello.founded)
+        except FrameError:
+            return
+        if founding.fingerprint == self.me.fingerprint and founding.run == hello.run:
+            self.heard_founding = founding
 
     def on_heartbeat(self, sender: PeerId, beat: Heartbeat, now: float) -> bool:
         """Whether the heartbeat counts: strangers are greeted first."""
