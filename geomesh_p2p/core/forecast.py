@@ -1,0 +1,239 @@
+"""What a round will take: seconds of a step at any batch, seconds of an exchange over measured links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from geomesh_p2p.core.types import Link, PeerId, Profile, Range, StepReport, Topology
+
+Array = npt.NDArray[np.float64]
+
+DEFAULT_BYTES_PER_SECOND = 125e6  # 1 Gbit/s, for a mesh of which no link has been measured yet
+# Codec rates on one core, in parameters a second: encode reads two fp32 vectors, decode adds one weighted vector.
+ENCODE_PER_SECOND, DECODE_PER_SECOND = 0.7e9, 1.2e9
+CONTROL_SECONDS = 0.02  # held record to disk, votes, messages
+SHARE_UNIT, SMALLEST_SHARE_UNIT = 4096, 8  # parameters; a byte of signs holds 8
+
+
+# ---------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """`seconds[b]` of one inner step of b sequences, b = 0 ... max_batch, never falling; `live` is the factor by which
+    the last round's median step differed from the profile (1.0 without a report)."""
+
+    peer: PeerId
+    site: str
+    seconds: Array
+    live: float
+    reported: bool
+
+    @property
+    def max_batch(self) -> int:
+        return len(self.seconds) - 1
+
+    def finish(self, batch: int, steps: int, last: int) -> float:
+        """Seconds of `steps` inner steps, all of `batch` sequences but the last one of `last`."""
+        return float((steps - 1) * self.seconds[batch] + self.seconds[last])
+
+
+def step_times(profile: Profile, report: StepReport | None) -> StepTimes:
+    """The measured curve, piecewise linear between its points, scaled as a whole so that it passes through the report.
+
+    Below the first point the first segment goes on, between proportional time and no gain at all.
+    """
+    points = sorted({point.batch: point.seconds for point in profile.curve}.items())
+    if not points or points[0][0] < 1 or min(seconds for _, seconds in points) <= 0:
+        raise ValueError(f"profile of {profile.site}: every point needs batch >= 1 and seconds > 0, got {points}")
+    known, taken = np.array(points, dtype=np.float64).T
+    batches = np.arange(1, points[-1][0] + 1, dtype=np.float64)
+    seconds = np.interp(batches, known, taken)
+    below = batches < known[0]
+    if below.any():
+        slope = (taken[1] - taken[0]) / (known[1] - known[0]) if len(known) > 1 else taken[0] / known[0]
+        line = taken[0] - slope * (known[0] - batches[below])
+        seconds[below] = np.clip(line, taken[0] * batches[below] / known[0], taken[0])
+    seconds = np.concatenate([[0.0], np.maximum.accumulate(seconds)])
+    usable = report is not None and 1 <= report.batch < len(seconds) and report.seconds > 0
+    live = float(report.seconds / seconds[report.batch]) if report is not None and usable else 1.0
+    return StepTimes(profile.peer, profile.site, seconds * live, live, usable)
+
+
+# ---------------------------------------------------------------- links
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTable:
+    """Rates (bytes a second) and round trips (seconds) by [source, target], peers in member order.
+
+    A pair that was not measured takes the opposite direction's figures, else the median of all that were; `guessed`
+    counts those pairs. The diagonal is infinitely fast.
+    """
+
+    rates: Array
+    rtts: Array
+    guessed: int
+
+    def __len__(self) -> int:
+        return len(self.rates)
+
+    def only(self, members: Sequence[int]) -> LinkTable:
+        return LinkTable(self.rates[np.ix_(members, members)], self.rtts[np.ix_(members, members)], self.guessed)
+
+    @classmethod
+    def of(cls, peers: Sequence[PeerId], links: Sequence[Link]) -> LinkTable:
+        place = {peer: index for index, peer in enumerate(peers)}
+        size = len(peers)
+        rates, rtts = np.full((size, size), np.nan), np.full((size, size), np.nan)
+        for link in links:
+            source, target = place.get(link.source), place.get(link.target)
+            if source is not None and target is not None and source != target and link.bytes_per_second > 0:
+                # Two reports on one pair: the slower one, whatever their order.
+                rates[source, target] = np.fmin(rates[source, target], link.bytes_per_second)
+                rtts[source, target] = np.fmax(rtts[source, target], max(0.0, link.rtt_seconds))
+        known = ~np.isnan(rates)
+        guessed = size * (size - 1) - int(known.sum())
+        rate, rtt = DEFAULT_BYTES_PER_SECOND, 0.0
+        if known.any():
+            rate, rtt = float(np.median(rates[known])), float(np.median(rtts[known]))
+        rates, rtts = np.where(known, rates, rates.T), np.where(known, rtts, rtts.T)
+        rates, rtts = np.where(np.isnan(rates), rate, rates), np.where(np.isnan(rtts), rtt, rtts)
+        np.fill_diagonal(rates, np.inf)
+        np.fill_diagonal(rtts, 0.0)
+        return cls(rates, rtts, guessed)
+
+
+# ---------------------------------------------------------------- exchange
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What an exchange moves: a contribution's bytes, and the bytes of a reducer's answer for the whole vector."""
+
+    parameters: int
+    payload_bytes: int
+    answer_bytes: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A topology with its reducer shares, one per member (none in a gather), and the seconds from the last member's finish
+    to the commit; `other_seconds` of the topology not taken (None: it was not open to choice)."""
+
+    topology: Topology
+    shares: tuple[Range, ...]
+    seconds: float
+    other_seconds: float | None = None
+
+
+def gather_seconds(links: LinkTable, volume: Volume) -> float:
+    """Every peer sends its contribution to all others at once, each at its pair's rate; the slowest pair decides."""
+    codec = volume.parameters / ENCODE_PER_SECOND + len(links) * volume.parameters / DECODE_PER_SECOND
+    if len(links) == 1:
+        return codec
+    return codec + float((volume.payload_bytes / links.rates + links.rtts / 2).max())
+
+
+def reduce_seconds(links: LinkTable, volume: Volume, shares: Sequence[Range]) -> float:
+    """Phase 1: each sends reducer j its share of the contribution; phase 2: reducer j answers all with its part."""
+    codec = 2 * (volume.parameters / ENCODE_PER_SECOND + volume.parameters / DECODE_PER_SECOND)
+    part = np.array([len(share) for share in shares], dtype=np.float64) / volume.parameters
+    works = part > 0
+    inward = (part * volume.payload_bytes / links.rates + links.rtts / 2)[:, works]
+    outward = (part[:, None] * volume.answer_bytes / links.rates + links.rtts / 2)[works, :]
+    return codec + float(inward.max()) + float(outward.max())
+
+
+def commit_seconds(links: LinkTable, leader: int | None) -> float:
+    """Held reports to the leader and its commit back: one round trip of its farthest member."""
+    trips = links.rtts if leader is None else np.maximum(links.rtts[leader], links.rtts[:, leader])
+    return CONTROL_SECONDS + float(trips.max())
+
+
+def best_fractions(links: LinkTable, volume: Volume) -> Array:
+    """Shares s (sum 1) that minimise t1 + t2: t1 >= s_j payload/rate_ij + rtt_ij/2 and t2 >= s_j answer/rate_ji + rtt_ji/2
+    for all i != j. A linear program, solved by HiGHS."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    size = len(links)
+    rows: list[tuple[int, int, float, float]] = []  # (share, which t, slope, constant)
+    for phase, (work, rates, rtts) in enumerate(
+        ((volume.payload_bytes, links.rates, links.rtts), (volume.answer_bytes, links.rates.T, links.rtts.T))
+    ):
+        slopes, constants = work / rates, rtts / 2
+        for j in range(size):
+            # Only lines that no other line lies above everywhere: of equal or larger slope and constant.
+            order = np.lexsort((-constants[:, j], -slopes[:, j]))
+            highest = -1.0
+            for i in order:
+                if i != j and constants[i, j] > highest:
+                    highest = constants[i, j]
+                    rows.append((j, size + phase, slopes[i, j], highest))
+    count = len(rows)
+    share, which, slope, constant = (np.array(column) for column in zip(*rows, strict=True))
+    at = np.arange(count)
+    # In units of the largest constraint, so that the solver's absolute tolerances mean the same for any size of model.
+    scale = max(float((slope + constant).max()), 1e-12)
+    data, places = np.concatenate([slope / scale, -np.ones(count)]), (np.concatenate([at, at]), np.concatenate([share, which]))
+    above = csr_array((data, places), shape=(count, size + 2))
+    total = csr_array(np.concatenate([np.ones(size), np.zeros(2)])[None, :])
+    cost = np.concatenate([np.zeros(size), np.ones(2)])
+    solved = linprog(cost, A_ub=above, b_ub=-constant / scale, A_eq=total, b_eq=[1.0], bounds=(0, None), method="highs")
+    if not solved.success:
+        return np.full(size, 1 / size)
+    fractions: Array = np.clip(solved.x[:size], 0.0, None)
+    return fractions / fractions.sum()
+
+
+def cut(fractions: Sequence[float] | Array, parameters: int) -> tuple[Range, ...]:
+    """Ranges in the proportions given that cover [0, parameters): whole units of 4096 parameters, of 8 in small models."""
+    unit = SHARE_UNIT if parameters >= 16 * SHARE_UNIT * len(fractions) else SMALLEST_SHARE_UNIT
+    ends = np.cumsum(np.asarray(fractions, dtype=np.float64))
+    marks = [min(parameters, round(float(end / ends[-1]) * parameters / unit) * unit) for end in ends[:-1]]
+    return tuple(Range(start, stop) for start, stop in zip([0, *marks], [*marks, parameters], strict=True))
+
+
+def choose_exchange(
+    links: LinkTable,
+    volume: Volume,
+    leader: int | None,
+    wanted: Topology | None = None,
+    last: tuple[Topology, tuple[Range, ...]] | None = None,
+    margin: float = 0.0,
+) -> Exchange:
+    """The faster topology by prediction, or the one `wanted`. `last` names topology and shares of the last round with the
+    same members: both stay unless another choice is faster by more than `margin`. Without a last round a reduce must win by
+    that margin too, since a gather is exact. `leader` is its place, if a member."""
+    size, commit = len(links), commit_seconds(links, leader)
+    gather = Exchange("gather", (), gather_seconds(links, volume) + commit)
+    if size == 1 or wanted == "gather":
+        return gather
+    reduce = _reduce(links, volume, commit, cut(best_fractions(links, volume), volume.parameters))
+    last_topology, last_shares = last or ("gather", ())
+    if last_topology == "reduce" and len(last_shares) == size and last_shares[-1].stop == volume.parameters:
+        same = _reduce(links, volume, commit, last_shares)
+        reduce = same if same.seconds <= reduce.seconds * (1 + margin) else reduce
+    if wanted == "reduce":
+        return reduce
+    better, worse = (gather, reduce) if gather.seconds <= reduce.seconds else (reduce, gather)
+    if worse.topology == last_topology and worse.seconds <= better.seconds * (1 + margin):
+        better, worse = worse, better
+    return replace(better, other_seconds=worse.seconds)
+
+
+def equal_exchange(links: LinkTable, volume: Volume, leader: int | None, topology: Topology) -> Exchange:
+    """The topology given, with shares that depend on nothing but the number of members and parameters."""
+    commit = commit_seconds(links, leader)
+    if topology == "gather" or len(links) == 1:
+        return Exchange("gather", (), gather_seconds(links, volume) + commit)
+    return _reduce(links, volume, commit, cut([1.0] * len(links), volume.parameters))
+
+
+def _reduce(links: LinkTable, volume: Volume, commit: float, shares: tuple[Range, ...]) -> Exchange:
+    return Exchange("reduce", shares, reduce_seconds(links, volume, shares) + commit)

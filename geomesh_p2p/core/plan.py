@@ -1,0 +1,413 @@
+"""The planner: measured speeds, links and the data that is left -> who trains what in a round, with a reason for each number.
+
+Pure: same inputs, same plan, in whatever order they are listed. Which limit gives way to which, where they clash:
+memory > steps (least, most, ratio between members) > tokens a round > share of the exchange. What cannot be met is stated
+as a reason, never forced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from geomesh_p2p.config import InnerSection, PlannerSection
+from geomesh_p2p.core import reasons
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.forecast import Exchange, LinkTable, Volume, choose_exchange, equal_exchange, step_times
+from geomesh_p2p.core.log import is_quorum, merged
+from geomesh_p2p.core.search import (
+    IDLE_AIM,
+    TOKEN_SLACKS,
+    Constraints,
+    Limits,
+    Members,
+    Schedule,
+    Work,
+    evaluate,
+    knee,
+    options,
+    search,
+)
+from geomesh_p2p.core.types import Assignment, Bystander, Link, PeerId, Plan, Profile, Range, StepReport, Term
+
+HYSTERESIS = 0.10  # batch, topology and shares change only for a gain above this
+OLD_PLAN_IDLE = 0.01  # the steps of the last round stand as long as they leave no more idle time than this
+SPEED_CHANGE = 0.15  # a site whose steps changed more than this is planned without regard to its last batch
+SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
+GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
+LR_SCALES = (0.5, 2.0)
+
+
+# ---------------------------------------------------------------- what the planner is given
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which attempt of which round is planned."""
+
+    run: Digest
+    round: int
+    term: Term
+    attempt: int
+    base: Digest
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The peers to plan for, one profile each; their links and the steps of their last round as far as known. The members
+    of the plan contain a quorum of `view` if `profiles` do, and are at least `min_members`."""
+
+    profiles: tuple[Profile, ...]
+    links: tuple[Link, ...] = ()
+    reports: tuple[StepReport, ...] = ()
+    view: tuple[PeerId, ...] = ()
+    min_members: int = 1
+
+
+@dataclass(frozen=True)
+class WorkLeft:
+    """What there is to train and to send. `next_positions` are the lowest ranges of the stream that are not credited, more
+    than a round can use; `budget_tokens` is what may still be trained in all, None without a limit."""
+
+    volume: Volume
+    sequence_length: int
+    next_positions: tuple[Range, ...]
+    committed_tokens: int = 0
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """`previous` is the plan of the last committed round; for a further attempt, the plan of the attempt before."""
+
+    slot: Slot
+    sites: Sites
+    work: WorkLeft
+    previous: Plan | None = None
+
+
+# ---------------------------------------------------------------- a fresh round
+
+
+def plan_round(inputs: PlanInputs, settings: PlannerSection, inner: InnerSection) -> Plan:
+    """The plan of a fresh round. Raises ValueError if there is no profile, nothing left in the budget, or fewer next
+    positions than the round needs."""
+    ground = _Ground(inputs, settings)
+    everybody = tuple(range(len(ground.times)))
+    if settings.mode != "planned":
+        schedule = ground.evaluated(everybody, [_configured(ground, i) for i in everybody], (1, settings.max_steps))
+        why = [reasons.configured(settings)] * len(everybody)
+        return _assembled(ground, inner, schedule, why, ())
+    free = ground.search(everybody)
+    dropped = _slow_links(ground, free)
+    if dropped:
+        free = ground.search(tuple(i for i in everybody if i not in dropped))
+    schedule, kept = _steady(ground, free)
+    bystanders = tuple(
+        Bystander(site.site, dropped.get(i) or reasons.too_slow(site, schedule))
+        for i, site in enumerate(ground.times)
+        if i not in schedule.members
+    )
+    why = [
+        reasons.member(ground.times[i], work, schedule, ground.limits, kept)
+        for i, work in zip(schedule.members, schedule.works, strict=True)
+    ]
+    return _assembled(ground, inner, schedule, why, bystanders)
+
+
+class _Ground:
+    """The inputs in site order, and what is computed from them more than once."""
+
+    def __init__(self, inputs: PlanInputs, settings: PlannerSection) -> None:
+        if not inputs.sites.profiles:
+            raise ValueError("sites.profiles is empty: nobody to plan for")
+        self.inputs, self.settings = inputs, settings
+        profiles = sorted(inputs.sites.profiles, key=lambda profile: profile.site)
+        reports = {report.peer: report for report in sorted(inputs.sites.reports, key=lambda r: (r.peer, r.batch, r.seconds))}
+        self.times = tuple(step_times(profile, reports.get(profile.peer)) for profile in profiles)
+        self.peers = tuple(profile.peer for profile in profiles)
+        self.links = LinkTable.of(self.peers, inputs.sites.links)
+        self._needs_quorum = is_quorum(self.peers, inputs.sites.view)
+        self._exchanges: dict[Members, Exchange] = {}
+
+    @cached_property
+    def limits(self) -> Limits:
+        work, settings = self.inputs.work, self.settings
+        budget = settings.round_tokens if work.budget_tokens is None else work.budget_tokens
+        if budget < 1:
+            raise ValueError(f"work.budget_tokens is {budget}: nothing is left to train")
+        critical = settings.critical_batch_tokens
+        return Limits(
+            min_steps=settings.min_steps,
+            max_steps=max(settings.max_steps, settings.min_steps),
+            steps_ratio=max(1.0, settings.max_steps_ratio),
+            sequences=max(1, min(settings.round_tokens, budget) // work.sequence_length),
+            exact=work.budget_tokens is not None and budget <= settings.round_tokens,
+            critical_batch=None if critical is None else critical / work.sequence_length,
+        )
+
+    def allowed(self, members: Members) -> bool:
+        peers = [self.peers[i] for i in members]
+        if len(peers) < min(self.inputs.sites.min_members, len(self.peers)):
+            return False
+        return not self._needs_quorum or is_quorum(peers, self.inputs.sites.view)
+
+    def exchange(self, members: Members) -> Exchange:
+        if members not in self._exchanges:
+            peers, links, volume = [self.peers[i] for i in members], self.links.only(members), self.inputs.work.volume
+            candidate, previous, named = self.inputs.slot.term.candidate, self.inputs.previous, self.settings.topology
+            leader = peers.index(candidate) if candidate in peers else None
+            if self.settings.mode == "planned":
+                last = (previous.topology, previous.shares) if previous and list(previous.peers) == peers else None
+                wanted = None if named == "auto" else named
+                found = choose_exchange(links, volume, leader, wanted, last, HYSTERESIS)
+            else:
+                found = equal_exchange(links, volume, leader, "gather" if named == "auto" else named)
+            self._exchanges[members] = found
+        return self._exchanges[members]
+
+    def search(self, among: Members, batches: Mapping[int, int] | None = None) -> Schedule:
+        """The best schedule of the sites `among`; those in `batches` keep the batch given there."""
+        pinned = batches or {}
+        times = [self.times[i] for i in among]
+        choices = [np.array([pinned[i]]) if i in pinned else options(self.times[i]) for i in among]
+        constraints = Constraints(
+            exchange=lambda members: self.exchange(tuple(among[k] for k in members)).seconds,
+            allowed=lambda members: self.allowed(tuple(among[k] for k in members)),
+        )
+        found = search(times, choices, self.limits, constraints)
+        return replace(found, members=tuple(among[k] for k in found.members))
+
+    def evaluated(self, members: Members, works: Sequence[Work], window: tuple[int, int]) -> Schedule:
+        return evaluate(self.times, members, works, window, self.limits, self.exchange(members).seconds)
+
+
+def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
+    """Sites without which a sequence costs less, because the others then exchange sooner: {index: reason}.
+
+    Tried one after the other: the two ends of the slowest pair and the site that trains least. The rest is taken to train
+    as fast as in `schedule`."""
+    rates = {i: work.sequences / schedule.seconds for i, work in zip(schedule.members, schedule.works, strict=True)}
+    payload = ground.inputs.work.volume.payload_bytes
+
+    def cost(members: Members) -> float:
+        return 1 / sum(rates[i] for i in members) + ground.exchange(members).seconds / schedule.sequences
+
+    kept, dropped = schedule.members, dict[int, str]()
+    while len(kept) > 1 and ground.exchange(kept).seconds > SITE_GAIN * schedule.seconds:
+        pairs = ground.links.only(kept)
+        slowest = int(np.argmax(payload / pairs.rates + pairs.rtts / 2))
+        candidates = {kept[slowest // len(kept)], kept[slowest % len(kept)], min(kept, key=lambda i: (rates[i], i))}
+        rest = [tuple(i for i in kept if i != out) for out in sorted(candidates)]
+        rest = [members for members in rest if ground.allowed(members)]
+        if not rest:
+            break
+        best = min(rest, key=cost)
+        gain = 1 - cost(best) / cost(kept)
+        if gain <= SITE_GAIN:
+            break
+        (out,) = set(kept) - set(best)
+        dropped[out] = reasons.slow_links(ground.exchange(kept).seconds, ground.exchange(best).seconds, gain)
+        kept = best
+    return dropped
+
+
+def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, reasons.Kept]:
+    """`free`, or what the last round did if that is nearly as good: steps too while it leaves hardly any idle time, else
+    its batches alone."""
+    previous, limits = ground.inputs.previous, ground.limits
+    if previous is None or limits.exact:
+        return free, "nothing"
+    assigned = {i: previous.of(ground.peers[i]) for i in free.members}
+    old = {i: a for i, a in assigned.items() if a and a.inner_steps and a.batch <= ground.times[i].max_batch}
+    enough = free.objective * (1 + HYSTERESIS)
+    if len(old) == len(free.members) == len(previous.members):
+        works = [Work(a.batch, a.inner_steps, a.last_batch) for a in old.values()]
+        least, most = min(work.steps for work in works), max(work.steps for work in works)
+        within = limits.min_steps <= least and most <= min(limits.max_steps, least * limits.steps_ratio)
+        same = ground.evaluated(free.members, works, (least, most))
+        aim = free.sequences * (1 - TOKEN_SLACKS[-1]) <= same.sequences <= max(limits.sequences, free.sequences)
+        if within and aim and same.idle <= OLD_PLAN_IDLE and same.objective <= enough:
+            return same, "steps"
+    pinned = {}
+    for i, a in old.items():
+        change = ground.times[i].finish(a.batch, a.inner_steps, a.last_batch) / max(a.finish_seconds, 1e-9)
+        if abs(change - 1) <= SPEED_CHANGE:
+            pinned[i] = a.batch
+    if pinned:
+        same = ground.search(free.members, pinned)
+        if same.members == free.members and same.objective <= enough and same.idle <= max(IDLE_AIM, free.idle):
+            return same, "batch"
+    return free, "nothing"
+
+
+def _configured(ground: _Ground, site: int) -> Work:
+    """Modes uniform and fixed: batch and steps as the run file says, as far as memory and the token budget go."""
+    settings, times = ground.settings, ground.times
+    if settings.mode == "fixed":
+        wanted = [settings.fixed.get(t.site, (settings.batch, settings.inner_steps)) for t in times]
+        wanted = [(min(batch, t.max_batch), steps) for (batch, steps), t in zip(wanted, times, strict=True)]
+    else:
+        wanted = [(min(settings.batch, *(t.max_batch for t in times)), settings.inner_steps)] * len(times)
+    batch, steps = wanted[site]
+    total, budget = sum(b * h for b, h in wanted), ground.inputs.work.budget_tokens
+    if budget is None or total * ground.inputs.work.sequence_length <= budget:
+        return Work(batch, steps, batch)
+    left = budget // ground.inputs.work.sequence_length
+    return Work.of(batch, max(1, batch * steps * left // total))
+
+
+# ---------------------------------------------------------------- a further attempt at a round
+
+
+def replan_attempt(inputs: PlanInputs, settings: PlannerSection, inner: InnerSection) -> Plan:
+    """The next attempt at the round of `inputs.previous`, with exactly the peers of `inputs.sites.profiles` as members.
+
+    Who was a member keeps batch, steps and ranges, so that a contribution already made stands; topology and shares are
+    computed anew. A member that was not gets fresh ranges, and no more work than the round's length. Raises ValueError if
+    the slot is not one of the same round and base with a later (term, attempt).
+    """
+    previous, slot = inputs.previous, inputs.slot
+    if previous is None or (slot.round, slot.base) != (previous.round, previous.base):
+        raise ValueError("a further attempt needs the plan of the attempt before, of the same round and base")
+    if (slot.term, slot.attempt) <= (previous.term, previous.attempt):
+        raise ValueError(f"attempt {slot.attempt} does not follow attempt {previous.attempt} in term {previous.term.number}")
+    ground = _Ground(inputs, settings)
+    members = tuple(range(len(ground.times)))
+    old = [previous.of(peer) for peer in ground.peers]
+    works = [
+        Work(a.batch, a.inner_steps, a.last_batch) if a else _newcomer(ground, i, previous)
+        for i, a in zip(members, old, strict=True)
+    ]
+    steps = [work.steps for work in works]
+    schedule = ground.evaluated(members, works, (min(steps), max(steps)))
+    why = [reasons.again(a.reasons) if a else reasons.new_member() for a in old]
+    gone = tuple(Bystander(a.site, reasons.LOST) for a in previous.members if a.peer not in ground.peers)
+    left_out = tuple(b for b in previous.bystanders if b.site not in {times.site for times in ground.times})
+    return _assembled(ground, inner, schedule, why, (*left_out, *gone), old)
+
+
+def _newcomer(ground: _Ground, site: int, previous: Plan) -> Work:
+    if ground.settings.mode != "planned":
+        return _configured(ground, site)
+    times, limits = ground.times[site], ground.limits
+    steps = [a.inner_steps for a in previous.members if a.inner_steps] or [limits.min_steps]
+    low = max(limits.min_steps, math.ceil(max(steps) / limits.steps_ratio))
+    high = min(limits.max_steps, math.floor(min(steps) * limits.steps_ratio))
+    length = previous.train_seconds
+    batch = min(knee(times, limits), max((int(b) for b in options(times) if low * times.seconds[b] <= length), default=1))
+    return Work(batch, max(low, min(high, int(length / times.seconds[batch]))), batch)
+
+
+# ---------------------------------------------------------------- putting a plan together
+
+
+def _assembled(
+    ground: _Ground,
+    inner: InnerSection,
+    schedule: Schedule,
+    why: Sequence[tuple[str, ...]],
+    bystanders: tuple[Bystander, ...],
+    old: Sequence[Assignment | None] | None = None,
+) -> Plan:
+    """`old` has the assignments that keep their ranges; the others' are taken from the next positions, in site order."""
+    slot, work, settings = ground.inputs.slot, ground.inputs.work, ground.settings
+    held = old or [None] * len(schedule.members)
+    taken = [r for assignment in held if assignment for r in assignment.ranges]
+    fresh = [w.sequences for w, assignment in zip(schedule.works, held, strict=True) if assignment is None]
+    ranges = iter(hand_out(fresh, without(work.next_positions, taken)))
+    members = []
+    for i, w, assignment, text in zip(schedule.members, schedule.works, held, why, strict=True):
+        times = ground.times[i]
+        scale, scale_reason = _lr_scale(w.batch, inner)
+        members.append(
+            Assignment(
+                peer=times.peer,
+                site=times.site,
+                batch=w.batch,
+                inner_steps=w.steps,
+                last_batch=w.last,
+                ranges=assignment.ranges if assignment else next(ranges),
+                lr_scale=scale,
+                finish_seconds=times.finish(w.batch, w.steps, w.last),
+                reasons=text if assignment else (*text, scale_reason),
+            )
+        )
+    exchange = ground.exchange(schedule.members)
+    return Plan(
+        run=slot.run,
+        round=slot.round,
+        term=slot.term,
+        attempt=slot.attempt,
+        base=slot.base,
+        members=tuple(members),
+        topology=exchange.topology,
+        shares=exchange.shares,
+        committed_tokens=work.committed_tokens,
+        planned_tokens=schedule.sequences * work.sequence_length,
+        train_seconds=schedule.seconds,
+        exchange_seconds=exchange.seconds,
+        grace_seconds=settings.grace_seconds + GRACE_SHARE * schedule.seconds,
+        may_close=settings.mode == "planned",
+        bystanders=bystanders,
+        reasons=reasons.whole_round(schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed),
+    )
+
+
+def _lr_scale(batch: int, inner: InnerSection) -> tuple[float, str]:
+    if inner.scale_learning_rate == "none":
+        return 1.0, "learning rate as given (scale_learning_rate is none)"
+    scale = min(LR_SCALES[1], max(LR_SCALES[0], math.sqrt(batch / inner.reference_batch)))
+    bounds = f"within {LR_SCALES[0]:g} and {LR_SCALES[1]:g}"
+    return scale, f"learning rate x {scale:.3g}: sqrt({batch}/{inner.reference_batch}), {bounds}"
+
+
+def hand_out(counts: Sequence[int], positions: Iterable[Range]) -> list[tuple[Range, ...]]:
+    """The lowest of `positions`, in order, `counts[k]` of them to the k-th. Raises ValueError if there are too few."""
+    free, result = list(merged(positions))[::-1], []
+    for count in counts:
+        mine: list[Range] = []
+        while count > 0:
+            if not free:
+                raise ValueError(f"work.next_positions holds too few positions: {count} more are needed")
+            first = free.pop()
+            cut = min(first.stop, first.start + count)
+            mine.append(Range(first.start, cut))
+            count -= cut - first.start
+            if cut < first.stop:
+                free.append(Range(cut, first.stop))
+        result.append(tuple(mine))
+    return result
+
+
+def without(positions: Iterable[Range], taken: Iterable[Range]) -> tuple[Range, ...]:
+    """`positions` less those in `taken`."""
+    result, gone = [], merged(taken)
+    for whole in merged(positions):
+        start = whole.start
+        for hole in gone:
+            if hole.stop > start and hole.start < whole.stop:
+                result.append(Range(start, max(start, hole.start)))
+                start = hole.stop
+        result.append(Range(start, max(start, whole.stop)))
+    return tuple(r for r in result if r.start < r.stop)
+
+
+def explain(plan: Plan) -> list[str]:
+    """The plan in words: every number with its reason, one line each."""
+    lines = [f"round {plan.round}, attempt {plan.attempt}, term {plan.term.number}"]
+    lines += [f"  {reason}" for reason in plan.reasons]
+    lines.append(f"  close: {reasons.grace(plan)}")
+    for a in plan.members:
+        lines.append(f"{a.site}: {a.sequences} sequences, done after {a.finish_seconds:.4g} s")
+        lines += [f"  {reason}" for reason in a.reasons]
+        positions = ", ".join(f"{r.start:,} to {r.stop - 1:,}" for r in a.ranges)
+        lines.append(f"  positions {positions}: the lowest not credited, in site order")
+    for a, share in zip(plan.members, plan.shares, strict=False):
+        lines.append(f"{a.site} reduces parameters {share.start:,} to {share.stop:,}, by {reasons.shares(plan)}")
+    lines += [f"{bystander.site} follows: {bystander.reason}" for bystander in plan.bystanders]
+    return lines
