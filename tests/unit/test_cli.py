@@ -1,0 +1,145 @@
+"""The command: what it loads, how it reads flags, what it prints where, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p import cli
+from geomesh_p2p.errors import ConfigError, UnreachableError
+
+RUN = '[run]\nid = "demo"\n'
+SITE = '[site]\nname = "north"\n'
+HEAVY = ("torch", "hivemind", "transformers", "numpy", "pydantic")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    script = f"import sys\n{code}\nprint(*[module for module in {HEAVY} if module in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_importing_the_command_loads_nothing_heavy() -> None:
+    assert heavy_modules_after("import geomesh_p2p.cli") == []
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert heavy_modules_after("import geomesh_p2p.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass") == []
+
+
+def test_help_with_the_run_files_keys_loads_neither_torch_nor_hivemind() -> None:
+    code = "import geomesh_p2p.cli as c\ntry: c.main(['mesh', '--help'])\nexcept SystemExit: pass"
+    assert heavy_modules_after(code) == ["pydantic"]
+
+
+def test_configuration_loads_neither_torch_nor_hivemind(run_file: Path) -> None:
+    assert heavy_modules_after(f"import geomesh_p2p.cli as c\nc.main(['config', 'show', {str(run_file)!r}])") == ["pydantic"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "overrides"),
+    [
+        (["mesh", "--run.id", "demo", "x.toml"], ["mesh", "x.toml"], {"run.id": "demo"}),
+        (["--run.id=a b", "--sites", "p"], ["--sites", "p"], {"run.id": "a b"}),
+        (["--run.fresh", "x.toml"], ["x.toml"], {"run.fresh": "true"}),
+        (["--run.fresh", "false", "x"], ["x"], {"run.fresh": "false"}),
+        (["--run.fresh"], [], {"run.fresh": "true"}),
+        (["--run.seed", "-1"], [], {"run.seed": "-1"}),
+        (["--run.rounds", "1", "--run.rounds", "2"], [], {"run.rounds": "2"}),
+        (["--net.join_secret_file="], [], {"net.join_secret_file": ""}),
+    ],
+)
+def test_keys_of_the_run_file_are_flags_anywhere(words: list[str], rest: list[str], overrides: dict[str, str]) -> None:
+    assert cli.split_overrides(words) == (rest, overrides)
+
+
+@pytest.mark.parametrize("words", [["--run.rounds"], ["--run.rounds", "--json"]])
+def test_a_key_without_a_value_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--run\.rounds needs a value"):
+        cli.split_overrides(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["VERB", "--help"]),
+        (["mehs"], ["'mehs'", "'mesh'"]),
+        (["mesh"], ["RUN.toml"]),
+        (["mesh", "none.toml", "--sites", "x"], ["none.toml", "no such file"]),
+        (["config", "show", "RUN", "--jsn"], ["--jsn", "--json"]),
+        (["config", "show", "RUN", "--run.ronds", "3"], ["run.ronds", "run.rounds"]),
+        (["mesh", "RUN", "--sites", "none.toml"], ["none.toml", "no such file"]),
+        (["peer", "RUN", "--site", "SITE"], ["net.seeds is empty", "--bootstrap", "--first"]),
+        (["peer", "RUN", "--site", "SITE", "--first", "--bootstrap", "x"], ["--bootstrap", "not allowed with"]),
+        (["peer", "RUN", "--site", "SITE", "--bootstrap", "1.2.3.4:80"], ["net.seeds", "multiaddress"]),
+    ],
+)
+def test_misuse_gets_one_line_on_stderr_and_code_2(
+    words: list[str], parts: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = run_file.parent / "site.toml"
+    site.write_text(SITE)
+    assert cli.main([{"RUN": str(run_file), "SITE": str(site)}.get(word, word) for word in words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("geomesh: ")
+    assert printed.err.count("\n") == 1
+    for part in parts:
+        assert part in printed.err
+
+
+def test_an_errors_class_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails_with(error: BaseException) -> int:
+        def verb(args: object) -> int:
+            raise error
+
+        monkeypatch.setattr(cli, "_config_show", verb)
+        return cli.main(["config", "show", "x.toml"])
+
+    assert fails_with(UnreachableError("nobody there")) == 3
+    assert capsys.readouterr().err == "geomesh: nobody there\n"
+    assert fails_with(KeyboardInterrupt()) == 130
+    assert fails_with(ZeroDivisionError("a bug")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_config_show_names_the_origin_of_every_value(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GEOMESH_RUN__SEED", "7")
+    words = ["config", "show", str(run_file), "--run.rounds", "20"]
+    assert cli.main(words) == 0
+    lines = [line.split("#") for line in capsys.readouterr().out.splitlines()]
+    shown = {parts[0].strip(): parts[-1].strip() for parts in lines if len(parts) > 1}
+    assert shown["rounds = 20"] == "--run.rounds"
+    assert shown["seed = 7"] == "GEOMESH_RUN__SEED"
+    assert shown['id = "demo"'] == str(run_file)
+    assert shown["min_peers = 1"] == "default"
+    assert cli.main([*words, "--json"]) == 0
+    shown_json = json.loads(capsys.readouterr().out)
+    assert shown_json["config"]["run"]["rounds"] == 20
+    assert shown_json["origins"]["run.rounds"] == "--run.rounds"
+
+
+def test_an_address_may_come_from_a_file_that_is_not_yet_there(tmp_path: Path) -> None:
+    path = tmp_path / "address"
+    assert cli.read_address("/ip4/1.2.3.4/tcp/1/p2p/QmA", 0) == "/ip4/1.2.3.4/tcp/1/p2p/QmA"
+    with pytest.raises(UnreachableError, match=r"net\.reach_seconds"):
+        cli.read_address(f"@{path}", 0)
+    path.write_text("/ip4/1.2.3.4")                               # half written: no newline yet
+    timer = threading.Timer(0.05, path.write_text, ("/ip4/1.2.3.4/tcp/1/p2p/QmA\n",))
+    timer.start()
+    assert cli.read_address(f"@{path}", 30) == "/ip4/1.2.3.4/tcp/1/p2p/QmA"
+    timer.join()

@@ -1,0 +1,384 @@
+"""Observers: what metrics, files and console make of the same events."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p.config import MetricsSection
+from geomesh_p2p.core import observations as seen
+from geomesh_p2p.core.types import Assignment, Plan, Range, Term
+from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.telemetry import log as logs
+from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, MetricsServer, what_changed
+from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, jsonable
+
+MEMBER = Assignment("QmA", "north", 8, inner_steps=4, last_batch=8, ranges=(Range(0, 32),), lr_scale=1.0, finish_seconds=2.0)
+PLAN = Plan(
+    run=b"\1" * 32,
+    round=5,
+    term=Term(3, "QmA"),
+    attempt=1,
+    base=b"\2" * 32,
+    members=(MEMBER, replace(MEMBER, peer="QmB", site="south", ranges=(Range(32, 64),))),
+    topology="gather",
+    shares=(),
+    committed_tokens=1000,
+    planned_tokens=800,
+    train_seconds=2.0,
+    exchange_seconds=0.5,
+    grace_seconds=1.0,
+    may_close=True,
+)
+ROUND = seen.RoundCommitted(
+    round=5,
+    digest=b"\xab" * 32,
+    term=3,
+    leader="north",
+    attempt=1,
+    topology="gather",
+    members=("north", "south"),
+    contributors=("north", "south"),
+    voters=2,
+    batch=8,
+    inner_steps=4,
+    planned_tokens=800,
+    tokens=400,
+    tokens_total=1800,
+    loss=2.5,
+    validation_ppl=12.0,
+    learning_rate=1e-3,
+    planned_finish_seconds=2.0,
+    finish_seconds=2.1,
+    planned_seconds=2.5,
+    times=seen.PeerTimes(compute=2.0, data_wait=0.1, straggler_idle=0.2, wan_idle=0.3, codec=0.05, control=0.15, wall=2.8),
+    step_seconds_median=0.5,
+    steps_done=4,
+    skipped_steps=1,
+    overrun_seconds=0.0,
+    emulated_seconds=2.0,
+    payload_sent={"south": 100},
+    payload_received={"south": 90},
+    overhead_sent={"south": 7},
+    overhead_received={"south": 6},
+)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"geomesh_{name}", {"site": "north", **labels})
+
+
+def test_series_exist_at_zero_before_anything_happened() -> None:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    for phase in TIMED_PHASES:
+        assert value(metrics, "seconds_total", phase=phase) == 0
+    assert value(metrics, "rounds_committed_total") == 0
+    assert value(metrics, "rounds_discarded_total", reason="member_lost") == 0
+    assert value(metrics, "learning_rate", optimizer="outer") == 0.7
+
+
+def test_a_committed_round_is_counted() -> None:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    metrics(ROUND)
+    metrics(replace(ROUND, round=6, validation_ppl=None, loss=None, abstained="not finite"))
+    assert value(metrics, "round") == 6
+    assert value(metrics, "rounds_committed_total") == 2
+    assert value(metrics, "tokens_total") == 800
+    assert value(metrics, "validation_perplexity") == 12.0
+    assert value(metrics, "loss") == 2.5
+    assert value(metrics, "seconds_total", phase="wan_idle") == pytest.approx(0.6)
+    assert value(metrics, "payload_bytes_total", direction="sent", remote="south") == 200
+    assert value(metrics, "overhead_bytes_total", direction="received", remote="south") == 12
+    assert value(metrics, "finish_planned_seconds") == 2.0
+    assert value(metrics, "skipped_steps_total") == 2
+    assert value(metrics, "abstentions_total") == 1
+
+
+def test_every_observation_has_its_effect() -> None:
+    clock = FakeClock()
+    metrics = Metrics("north", outer_learning_rate=0.7, clock=clock)
+    for event, name, labels, expected in (
+        (seen.PhaseChanged("training", 5), "phase", {"phase": "training"}, 1),
+        (seen.PhaseChanged("exchange", 5), "phase", {"phase": "training"}, 0),
+        (seen.TrainingProgress(5, 1, 4, 1234.0, 2.0), "tokens_per_second", {}, 1234),
+        (seen.RoundDiscarded(5, 1, "member_lost"), "rounds_discarded_total", {"reason": "member_lost"}, 1),
+        (seen.RoundDiscarded(5, 1, "cosmic rays"), "rounds_discarded_total", {"reason": "other"}, 1),
+        (seen.Validated(5, 11.0, final=True), "validation_perplexity", {}, 11),
+        (seen.MembersChanged(("north", "south"), "north", 4), "members", {}, 2),
+        (seen.PeerJoined("QmB", "south"), "joins_total", {}, 1),
+        (seen.PeerLost("QmB", "south", 5.0), "losses_total", {}, 1),
+        (seen.LeaderChanged(4, "north", self_is_leader=True), "is_leader", {}, 1),
+        (seen.LinkMeasured("south", 0.1, 5e6), "link_rtt_seconds", {"remote": "south"}, 0.1),
+        (seen.CaughtUpTo(9, 4, 1.0), "catch_up_rounds_total", {}, 4),
+        (seen.Saved("snapshot", 9, 0.5, 1000), "checkpoint_seconds", {}, 0.5),
+        (seen.Warned("digest_mismatch", "south differs"), "digest_mismatches_total", {}, 1),
+        (seen.Warned("slow_disk", "slow"), "warnings_total", {"reason": "slow_disk"}, 1),
+    ):
+        metrics(event)
+        assert value(metrics, name, **labels) == expected, name
+    clock.now += 12
+    assert value(metrics, "checkpoint_age_seconds") == 12
+
+
+@pytest.mark.parametrize("farewell", [seen.PeerLost("QmB", "south", 5.0), seen.MembersChanged(("north", "west"), "north", 3)])
+def test_a_lost_peers_series_go(farewell: object) -> None:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    metrics(ROUND)
+    metrics(seen.LinkMeasured("south", 0.1, 5e6))
+    metrics(seen.LinkMeasured("west", 0.1, 5e6))
+    metrics(farewell)
+    samples = [sample for metric in metrics.registry.collect() for sample in metric.samples]
+    assert {sample.labels["remote"] for sample in samples if "remote" in sample.labels} == {"west"}
+
+
+def test_labels_stay_bounded_whatever_reasons_come() -> None:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    for number in range(MAX_REASONS * 3):
+        metrics(seen.Warned(f"reason-{number}", "text"))
+    reasons = {s.labels["reason"] for m in metrics.registry.collect() for s in m.samples if m.name == "geomesh_warnings"}
+    assert len(reasons) <= MAX_REASONS + 1
+    assert value(metrics, "warnings_total", reason="other") == MAX_REASONS * 2
+
+
+def test_replans_say_what_changed() -> None:
+    slower = replace(PLAN, round=6, members=(replace(MEMBER, inner_steps=3), PLAN.members[1]))
+    assert what_changed(None, PLAN) == ""
+    assert what_changed(PLAN, replace(PLAN, round=6)) == ""
+    assert what_changed(PLAN, replace(PLAN, attempt=2)) == "attempt"
+    assert what_changed(PLAN, replace(PLAN, round=6, members=PLAN.members[:1])) == "members"
+    assert what_changed(PLAN, replace(PLAN, round=6, topology="reduce")) == "topology"
+    assert what_changed(PLAN, replace(PLAN, round=6, members=(replace(MEMBER, batch=4), PLAN.members[1]))) == "batch"
+    assert what_changed(PLAN, slower) == "steps"
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    metrics(seen.PlanAdopted(PLAN))
+    metrics(seen.PlanAdopted(slower))
+    assert value(metrics, "replans_total", reason="steps") == 1
+
+
+# ---------------------------------------------------------------- the port
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    metrics(seen.PhaseChanged("training", 5))
+    server = MetricsServer(metrics, MetricsSection())
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{server.host}:{server.port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_are_served_and_hold_the_whole_table(server: MetricsServer) -> None:
+    status, text = get(server, "/metrics")
+    assert status == 200
+    assert 'geomesh_phase{phase="training",site="north"} 1.0' in text
+    assert "geomesh_process_resident_memory_bytes" in text
+    for name, (kind, _, help_text) in TABLE.items():
+        assert f"# HELP geomesh_{name}{'_total' if kind.__name__ == 'Counter' else ''} {help_text}" in text
+
+
+def test_health_says_phase_and_round(server: MetricsServer) -> None:
+    status, text = get(server, "/healthz")
+    assert (status, json.loads(text)) == (200, {"phase": "training", "round": 5, "waiting_for": ""})
+
+
+def test_anything_else_is_not_found(server: MetricsServer) -> None:
+    assert get(server, "/")[0] == 404
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TemporaryError, match=rf"metrics\.port = {port} on 127\.0\.0\.1"):
+            MetricsServer(Metrics("north", 0.7), MetricsSection(port=port))
+
+
+# ---------------------------------------------------------------- files
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_history_lines_have_hex_digests_and_plain_terms_and_ranges(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    writer = HistoryWriter(path, peer="QmA", site="north", clock=FakeClock())
+    fields = {"round": 5, "term": Term(3, "QmB"), "plan": b"\1\2", "ranges": {"north": (Range(0, 32),)}}
+    writer.write("accept", fields, run=b"\xff")
+    assert read(path) == [
+        {
+            "time": 1000.0,
+            "peer": "QmA",
+            "site": "north",
+            "run": "ff",
+            "kind": "accept",
+            "round": 5,
+            "term": [3, "QmB"],
+            "plan": "0102",
+            "ranges": {"north": [[0, 32]]},
+        }
+    ]
+
+
+def test_history_goes_on_after_a_restart_and_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    first = HistoryWriter(path, "QmA", "north")
+    first.write("start", {"round": 1}, b"")
+    first.close()
+    with path.open("a") as file:
+        file.write('{"torn": ' + "x" * 200_000)
+    second = HistoryWriter(path, "QmA", "north")
+    second.write("start", {"round": 2}, b"")
+    second.close()
+    assert [line["round"] for line in read(path)] == [1, 2]
+
+
+def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"torn"')
+    JsonLines(path).close()
+    assert path.read_text() == ""
+
+
+def test_a_full_disk_is_said_in_one_line() -> None:
+    lines = JsonLines(Path("/dev/full"))
+    with pytest.raises(TemporaryError, match="/dev/full: cannot be written: No space left on device"):
+        lines.append({"kind": "start"})
+
+
+def test_metrics_lines_are_of_the_kinds_that_matter(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, "north", clock=FakeClock())
+    for event in (seen.PlanAdopted(PLAN), seen.TrainingProgress(5, 1, 4, 10.0, 2.0), replace(ROUND, loss=float("nan"))):
+        file(event)
+    plan, committed = read(path)
+    assert (plan["kind"], plan["digest"]) == ("plan", PLAN.digest.hex())
+    assert (committed["kind"], committed["site"], committed["time"]) == ("round", "north", 1000.0)
+    assert committed["digest"] == "ab" * 32
+    assert committed["loss"] is None, "NaN is no JSON"
+    assert committed["times"] == jsonable(ROUND.times)
+    assert committed["payload_sent"] == {"south": 100}
+
+
+def test_metrics_file_never_raises_and_says_once_why_it_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    file = MetricsFile(Path("/dev/full"), "north")
+    for _ in range(3):
+        file(ROUND)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "No space left" in caplog.text
+
+
+# ---------------------------------------------------------------- console and logs
+
+
+def test_silence_is_broken_with_phase_round_members_speed_and_next_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    console = ConsoleReporter("north", quiet_seconds=30, clock=clock)
+    console(seen.MembersChanged(("north", "south"), "south", 3))
+    console(seen.PhaseChanged("training", 5))
+    clock.now += 10
+    console(seen.TrainingProgress(5, step=5, steps=20, tokens_per_second=2210.0, loss=2.31))
+    console.tick()
+    assert caplog.messages == []
+    clock.now += 20
+    console.tick()
+    console.tick()
+    (line,) = caplog.messages
+    for part in ("round 5: training", "step 5 of 20", "2,210 tokens/s", "2 members (north, south), leader south"):
+        assert part in line
+    assert line.endswith("next: exchange in about 90 s")
+
+
+def test_whoever_waits_says_for_whom_since_when_and_how_long_still() -> None:
+    clock = FakeClock()
+    console = ConsoleReporter("north", clock=clock)
+    console(seen.PhaseChanged("commit", 5, waiting_for="south, west", deadline_seconds=20.0))
+    clock.now += 8
+    assert "round 5: commit; waiting for south, west since 8 s" in console.status()
+    assert "gives up waiting in 12 s" in console.status()
+
+
+def test_events_that_matter_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    console = ConsoleReporter("north")
+    console(ROUND)
+    console(seen.PeerLost("QmB", "south", 5.2))
+    console(seen.LinkMeasured("south", 0.1, 5e6))
+    assert "round 5 committed by 2 of 2" in caplog.messages[0]
+    assert "abababababab" in caplog.messages[0]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_json_logs_are_one_object_a_line_even_for_tracebacks_and_chatty_libraries() -> None:
+    chatty = logging.getLogger("hivemind")
+    own = io.StringIO()
+    chatty.addHandler(logging.StreamHandler(own))
+    stream = io.StringIO()
+    logs.setup("json", site="north", stream=stream)
+    logging.getLogger("geomesh").info("hello %s", "you", extra={"fields": {"round": 5}})
+    chatty.info("chatter")
+    chatty.warning("trouble")
+    warnings.warn("old ways", stacklevel=1)
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        logging.getLogger("geomesh").exception("failed")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["level"] for line in lines] == ["info", "warning", "warning", "error"]
+    assert {line["site"] for line in lines} == {"north"}
+    assert (lines[0]["message"], lines[0]["round"]) == ("hello you", 5)
+    assert lines[1]["message"] == "trouble"
+    assert "ValueError: a bug" in lines[3]["exception"]
+    assert own.getvalue() == ""
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_console_logs_also_go_to_a_file(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    logs.setup("console", site="north", file=tmp_path / "peer.log", stream=stream)
+    logging.getLogger("geomesh").warning("disk is nearly full")
+    assert stream.getvalue().endswith("north  warning: disk is nearly full\n")
+    assert (tmp_path / "peer.log").read_text() == stream.getvalue()
