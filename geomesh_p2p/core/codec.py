@@ -365,7 +365,7 @@ class _Decoder:
 def _look_up(table: Vector, coded: Bytes, out: Vector) -> Vector:
     per_byte = table.shape[1]
     whole = out.size // per_byte
-    np.take(table, coded[:whole], axis=0, out=out[: whole * per_byte].reshape(whole, per_byte), mode="clip")
+    table.take(coded[:whole], axis=0, out=out[: whole * per_byte].reshape(whole, per_byte), mode="clip")
     if whole < coded.size:
         out[whole * per_byte :] = table[coded[whole], : out.size - whole * per_byte]
     return out
