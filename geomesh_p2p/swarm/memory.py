@@ -1,0 +1,375 @@
+"""The mesh in one process: a network of links with delay, rate, loss and faults, and a transport over it.
+
+It passes the contract tests of the real transport, and every message goes through wire.py, so what works here can be
+sent. Time is the running event loop's: on a `VirtualClockLoop` hours pass in milliseconds and every run is the same.
+
+    network = Network(seed=1, latency_seconds=0.05, bytes_per_second=1e6)
+    a, b = network.transport("a"), network.transport("b")
+    network.play([(2.0, lambda n: n.cut("a", "b")), (5.0, lambda n: n.heal())])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.ports import PeerTraffic, Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.swarm import wire
+
+Result = TypeVar("Result")
+OnMessage = Callable[[PeerId, Message], None]
+OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
+
+
+# ---------------------------------------------------------------- virtual time
+
+
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+    """Instead of waiting for the next timer, moves the loop's clock to it. Waits really only for worker threads."""
+
+    loop: VirtualClockLoop
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if events or timeout == 0:
+            return events
+        if self.loop.jobs:
+            return super().select(None)  # a worker thread takes no virtual time
+        if timeout is None:
+            raise RuntimeError("nothing is scheduled and nobody can wake this loop: it waits for ever")
+        self.loop.now += timeout
+        return events
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time begins at 0 and jumps to the next timer when idle. Deterministic; never sleeps.
+
+    A loop that waits for something that nothing can bring about raises RuntimeError at once.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.jobs = 0
+        selector = _JumpingSelector()
+        selector.loop = self
+        super().__init__(selector)
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        return self.now
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        future = super().run_in_executor(executor, func, *args)
+        self.jobs += 1
+        future.add_done_callback(self._job_done)
+        return future
+
+    def _job_done(self, _future: Any) -> None:
+        self.jobs -= 1
+
+
+def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
+    """asyncio.run() in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main)
+
+
+# ---------------------------------------------------------------- the network
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """One direction of a pair: one-way delay, rate (None: unlimited), share of control messages and chunks lost."""
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float | None = None
+    loss: float = 0.0
+
+
+@dataclass
+class _Entry:
+    """A frame under way."""
+
+    source: MemoryTransport
+    body: bytes
+    due: bool = False
+    dropped: bool = False
+
+
+@dataclass
+class _Way:
+    """State of one direction: when its transmitter is next idle, and the control frames under way, in order."""
+
+    settings: LinkSettings
+    cut: bool = False
+    control_free_at: float = 0.0
+    bulk_free_at: float = 0.0
+    control: deque[_Entry] = field(default_factory=deque)
+
+
+class Network:
+    """Links and faults. Peers are named by their ids; a pair without settings of its own has the network's."""
+
+    WINDOW_BYTES = 512 * 1024       # what a sender may have under way in bulk before send_bulk waits
+    CONTROL_QUEUE = 1024            # control messages under way in one direction; the oldest is dropped beyond
+
+    def __init__(
+        self, seed: int = 0, latency_seconds: float = 0.0, bytes_per_second: float | None = None, loss: float = 0.0,
+        stall_seconds: float = 3.0,
+    ) -> None:  # fmt: skip
+        self.defaults = LinkSettings(latency_seconds, bytes_per_second, loss)
+        self.stall_seconds = stall_seconds
+        self.random = random.Random(seed)
+        self.live: dict[PeerId, MemoryTransport] = {}
+        self.played: list[float] = []
+        self._ways: dict[tuple[PeerId, PeerId], _Way] = {}
+        self._paused: dict[PeerId, list[Callable[[], None]]] = {}
+
+    def transport(self, peer: PeerId) -> MemoryTransport:
+        """A new transport for `peer`; it is on the network from its start() to its stop() or crash()."""
+        return MemoryTransport(self, peer)
+
+    def way(self, source: PeerId, target: PeerId) -> _Way:
+        found = self._ways.get((source, target))
+        if found is None:
+            found = self._ways[source, target] = _Way(self.defaults)
+        return found
+
+    def _pairs(self, a: PeerId, b: PeerId, one_way: bool) -> Iterable[tuple[PeerId, PeerId]]:
+        return ((a, b),) if one_way else ((a, b), (b, a))
+
+    def set_link(self, a: PeerId, b: PeerId, one_way: bool = False, **changes: Any) -> None:
+        """Change fields of LinkSettings between `a` and `b`."""
+        for pair in self._pairs(a, b, one_way):
+            way = self.way(*pair)
+            way.settings = replace(way.settings, **changes)
+
+    def cut(self, a: PeerId, b: PeerId, one_way: bool = False) -> None:
+        """Nothing passes from `a` to `b` (nor back, unless one_way); what is under way is lost."""
+        for pair in self._pairs(a, b, one_way):
+            self.way(*pair).cut = True
+
+    def isolate(self, peer: PeerId) -> None:
+        for other in self.live:
+            if other != peer:
+                self.cut(peer, other)
+
+    def heal(self, a: PeerId | None = None, b: PeerId | None = None) -> None:
+        """Undo all cuts, those of `a`, or those between `a` and `b`."""
+        for pair, way in self._ways.items():
+            if {a, b} - {None} <= set(pair):
+                way.cut = False
+
+    def crash(self, peer: PeerId) -> None:
+        """`peer` is gone at once, as after kill -9: nothing it has sent is unsent, nothing reaches it any more."""
+        self._paused.pop(peer, None)
+        transport = self.live.pop(peer, None)
+        if transport is not None:
+            transport.crashed()
+
+    def pause(self, peer: PeerId) -> None:
+        """As after SIGSTOP: what `peer` sends and receives is held back until resume()."""
+        self._paused.setdefault(peer, [])
+
+    def resume(self, peer: PeerId) -> None:
+        for action in self._paused.pop(peer, []):
+            action()
+
+    def hold(self, peer: PeerId, action: Callable[[], None]) -> bool:
+        """Keep `action` for the time after a pause of `peer`; False if it is not paused."""
+        if peer not in self._paused:
+            return False
+        self._paused[peer].append(action)
+        return True
+
+    def play(self, script: Sequence[tuple[float, Callable[[Network], Any]]]) -> None:
+        """Carry out each action so many seconds from now. `played` lists the times of those that were, so that a test can
+        tell that its faults happened."""
+        loop = asyncio.get_running_loop()
+        for seconds, action in script:
+            loop.call_later(seconds, self._play, seconds, action)
+
+    def _play(self, seconds: float, action: Callable[[Network], Any]) -> None:
+        self.played.append(seconds)
+        action(self)
+
+    def reachable(self, source: PeerId, target: PeerId) -> bool:
+        return not self.way(source, target).cut
+
+
+# ---------------------------------------------------------------- the transport
+
+
+class MemoryTransport:
+    """ports.Transport over a Network."""
+
+    def __init__(self, network: Network, peer: PeerId) -> None:
+        self.peer = peer
+        self.run = b""
+        self._network = network
+        self._traffic: dict[PeerId, PeerTraffic] = {}
+        self._pending: dict[int, asyncio.Future[Fetched]] = {}
+        self._sequence = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._on_message: OnMessage | None = None
+        self._on_request: OnRequest | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/{self.peer}",)
+
+    async def start(self, on_message: OnMessage, on_request: OnRequest) -> None:
+        self._on_message, self._on_request = on_message, on_request
+        self._network.live[self.peer] = self
+
+    async def stop(self) -> None:
+        if self._network.live.get(self.peer) is self:
+            del self._network.live[self.peer]
+        self.crashed()
+
+    def crashed(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(Unreachable("this transport was stopped"))
+
+    def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        pass
+
+    def traffic(self) -> dict[PeerId, PeerTraffic]:
+        return {peer: replace(traffic) for peer, traffic in self._traffic.items()}
+
+    def _with(self, peer: PeerId) -> PeerTraffic:
+        return self._traffic.setdefault(peer, PeerTraffic())
+
+    @property
+    def _alive(self) -> bool:
+        return self._network.live.get(self.peer) is self
+
+    # ------------------------------------------------------------ sending
+
+    def send(self, to: PeerId, message: Message) -> None:
+        self._send(to, message, None)
+
+    def _send(self, to: PeerId, message: Message, sequence: int | None) -> None:
+        if self._alive and self._network.hold(self.peer, lambda: self._send(to, message, sequence)):
+            return
+        traffic, network = self._with(to), self._network
+        try:
+            body = wire.encode_bytes(message, self.run, sequence)
+        except (wire.FrameError, TypeError):
+            traffic.dropped += 1
+            return
+        if not self._alive or to == self.peer or to not in network.live or not network.reachable(self.peer, to):
+            traffic.dropped += 1
+            return
+        traffic.overhead_sent += len(body)
+        way = network.way(self.peer, to)
+        if way.settings.loss and network.random.random() < way.settings.loss:
+            return
+        loop = asyncio.get_running_loop()
+        seconds = len(body) / way.settings.bytes_per_second if way.settings.bytes_per_second else 0.0
+        way.control_free_at = max(loop.time(), way.control_free_at) + seconds
+        way.bulk_free_at += seconds  # small words go first, and bulk waits for them
+        entry = _Entry(self, body)
+        way.control.append(entry)
+        if len(way.control) > network.CONTROL_QUEUE:
+            way.control.popleft().dropped = True
+            traffic.dropped += 1
+        loop.call_at(way.control_free_at + way.settings.latency_seconds, self._control_due, to, way, entry)
+
+    def _control_due(self, to: PeerId, way: _Way, entry: _Entry) -> None:
+        entry.due = True
+        while way.control and way.control[0].due:  # in order, whatever order equal timers fire in
+            first = way.control.popleft()
+            if not first.dropped:
+                first.source.deliver(to, first.body)
+
+    async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
+        network = self._network
+        loop = asyncio.get_running_loop()
+        body = wire.encode_bytes(chunk, self.run)
+        way = network.way(self.peer, to)
+        give_up = loop.time() + network.stall_seconds
+        while True:
+            if not self._alive or to == self.peer or to not in network.live:
+                self._with(to).dropped += 1
+                raise Unreachable(f"{to} is not there")
+            rate = way.settings.bytes_per_second
+            window_seconds = network.WINDOW_BYTES / rate if rate else 0.0
+            wait = way.bulk_free_at - loop.time() - window_seconds
+            if way.cut or self._is_paused():
+                if loop.time() >= give_up and not self._is_paused():
+                    self._with(to).dropped += 1
+                    raise Unreachable(f"{to} has taken nothing for {network.stall_seconds:g} s")
+                wait = network.stall_seconds / 10
+            elif wait <= 0:
+                break
+            await asyncio.sleep(max(wait, 1e-6))  # a smaller one may not move the clock at all
+        traffic = self._with(to)
+        traffic.payload_sent += len(chunk.data)
+        traffic.overhead_sent += len(body) - len(chunk.data)
+        way.bulk_free_at = max(loop.time(), way.bulk_free_at) + (len(body) / rate if rate else 0.0)
+        if way.settings.loss and network.random.random() < way.settings.loss:
+            return
+        loop.call_at(way.bulk_free_at + way.settings.latency_seconds, self.deliver, to, body)
+
+    def _is_paused(self) -> bool:
+        return self._network.hold(self.peer, lambda: None)
+
+    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
+        self._sequence += 1
+        sequence = self._sequence
+        future: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        self._pending[sequence] = future
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                self._send(to, fetch, sequence)
+                return await future
+        except TimeoutError:
+            raise Unreachable(f"{to} did not answer a request for {fetch.what} within {timeout_seconds:g} s") from None
+        finally:
+            del self._pending[sequence]
+
+    # ------------------------------------------------------------ receiving
+
+    def deliver(self, to: PeerId, body: bytes) -> None:
+        """Hand a frame of this transport's to `to`, if both the way and the peer are still there."""
+        network = self._network
+        target = network.live.get(to)
+        if target is None or not network.reachable(self.peer, to):
+            self._with(to).dropped += 1
+        elif not network.hold(to, lambda: self.deliver(to, body)):
+            target._receive(self.peer, body)
+
+    def _receive(self, sender: PeerId, body: bytes) -> None:
+        frame = wire.decode(memoryview(body)[wire.LENGTH_BYTES :])
+        message, traffic = frame.message, self._with(sender)
+        payload = len(message.data) if isinstance(message, Chunk) else 0
+        traffic.payload_received += payload
+        traffic.overhead_received += len(body) - payload
+        if not wire.concerns(self.run, frame):
+            return
+        if isinstance(message, Fetch):
+            task = asyncio.get_running_loop().create_task(self._answer(sender, message, frame.sequence))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, Fetched):
+            future = self._pending.get(frame.sequence or 0)
+            if future is not None and not future.done():
+                future.set_result(message)
+        else:
+            assert self._on_message is not None
+            self._on_message(sender, message)
+
+    async def _answer(self, sender: PeerId, fetch: Fetch, sequence: int | None) -> None:
+        assert self._on_request is not None
+        self._send(sender, await self._on_request(sender, fetch), sequence)

@@ -1,0 +1,383 @@
+"""Frames: messages as bytes and back, strictly, with a limit per message type that is checked before decoding.
+
+    frame  = length of body (4 bytes, big endian), body
+    body   = msgpack [version, run id, tag, sequence or nil, [fields in order]]
+
+The first two bytes of every body of every version are 0x95 and the version, so that a mismatch is recognised before
+anything else is read. Version, run id and tag lie in the first bytes at fixed places: a frame whose length is above its
+type's limit is refused from those, before its body is buffered. Values are checked against the type hints of the frozen
+dataclasses in core/messages.py; anything else raises FrameError naming the field. Nothing received is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgpack
+
+from geomesh_p2p.core import messages as m
+from geomesh_p2p.core.canonical import DIGEST_BYTES, plain
+from geomesh_p2p.core.messages import Message
+from geomesh_p2p.core.types import Contribution
+
+PROTOCOL_VERSION = 1
+LENGTH_BYTES = 4
+KIB, MIB = 1024, 1024 * 1024
+MAX_CHUNK_BYTES = MIB
+MAX_FETCH_BYTES = 4 * MIB
+MAX_ITEMS = 16_384           # of any one tuple
+MAX_TEXT = 64 * KIB          # characters of any one string
+
+# Numbers on the wire are for ever: a type that is dropped leaves its number unused.
+TAGS: dict[int, type] = {
+    1: m.Hello, 2: m.Refused, 3: m.Heartbeat, 4: m.HeartbeatEcho, 5: m.VoteRequest, 6: m.Vote, 7: m.PlanOffer,
+    8: m.PlanRefused, 9: m.Finished, 10: m.Close, 11: m.Lost, 12: m.HeldReport, 13: m.HoldAgain, 14: m.Commit,
+    15: m.Leave, 16: m.Fetch, 17: m.Fetched, 18: m.Chunk, 19: m.ChunkAck, 20: m.PartHeader,
+    21: m.ChunkWanted, 22: m.ChunkMissing,
+}  # fmt: skip
+
+# Largest body in bytes. What carries a plan, an update or a held header grows with the number of members.
+LIMITS: dict[type, int] = {
+    m.Hello: 128 * KIB,
+    m.Refused: 16 * KIB,
+    m.Heartbeat: 128 * KIB,
+    m.HeartbeatEcho: KIB,
+    m.VoteRequest: MIB,
+    m.Vote: MIB,
+    m.PlanOffer: MIB,
+    m.PlanRefused: 16 * KIB,
+    m.Finished: 256 * KIB,
+    m.Close: KIB,
+    m.Lost: 64 * KIB,
+    m.HeldReport: MIB,
+    m.HoldAgain: MIB,
+    m.Commit: MIB,
+    m.Leave: 16 * KIB,
+    m.Fetch: KIB,
+    m.Fetched: MAX_FETCH_BYTES + 4 * MIB,
+    m.Chunk: MAX_CHUNK_BYTES + KIB,
+    m.ChunkAck: KIB,
+    m.PartHeader: 64 * KIB,
+    m.ChunkWanted: 4 * KIB,
+    m.ChunkMissing: 64 * KIB,
+}
+
+MAX_BODY = max(LIMITS.values())
+PREFIX_BYTES = 5 + DIGEST_BYTES
+
+# Peers report a diverged loss as it is; every other number on the wire is finite.
+MAY_BE_NOT_FINITE = {(Contribution, "validation_nats")}
+
+
+class FrameError(ValueError):
+    """A frame that is not to be trusted: the message says which field is wrong and why."""
+
+
+class VersionMismatch(FrameError):
+    """The other end speaks another protocol version (`version`)."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"protocol version {version}, this peer speaks {PROTOCOL_VERSION}: run the same release everywhere")
+        self.version = version
+
+
+@dataclass(frozen=True)
+class Frame:
+    run: bytes
+    sequence: int | None
+    message: Message
+
+
+# ---------------------------------------------------------------- values
+
+Decoder = Callable[[Any, str], Any]
+
+
+def _scalar(kind: type, name: str) -> Decoder:
+    def decode(value: Any, where: str) -> Any:
+        if type(value) is not kind:
+            raise FrameError(f"{where}: {name} expected, got {type(value).__name__}")
+        return value
+
+    return decode
+
+
+def _text(value: Any, where: str) -> str:
+    if type(value) is not str:
+        raise FrameError(f"{where}: text expected, got {type(value).__name__}")
+    if len(value) > MAX_TEXT:
+        raise FrameError(f"{where}: {len(value)} characters, at most {MAX_TEXT}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    # An int stays an int: hashes are over the canonical bytes, where 1 and 1.0 differ.
+    if type(value) is not float and type(value) is not int:
+        raise FrameError(f"{where}: number expected, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise FrameError(f"{where}: finite number expected, got {value}")
+    return value
+
+
+def _any_number(value: Any, where: str) -> float:
+    return value if type(value) is float else _number(value, where)
+
+
+def _optional(inner: Decoder) -> Decoder:
+    return lambda value, where: None if value is None else inner(value, where)
+
+
+def _one_of(choices: tuple[Any, ...]) -> Decoder:
+    def decode(value: Any, where: str) -> Any:
+        if type(value) is not str or value not in choices:
+            raise FrameError(f"{where}: one of {', '.join(map(str, choices))} expected, got {str(value)[:40]!r}")
+        return value
+
+    return decode
+
+
+def _many(inner: Decoder) -> Decoder:
+    def decode(value: Any, where: str) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise FrameError(f"{where}: list expected, got {type(value).__name__}")
+        if len(value) > MAX_ITEMS:
+            raise FrameError(f"{where}: {len(value)} items, at most {MAX_ITEMS}")
+        return tuple(inner(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+    return decode
+
+
+def _record(kind: Any) -> Decoder:
+    """A frozen dataclass, sent as the list of its fields in order."""
+    hints = typing.get_type_hints(kind)
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
+    decoders = [
+        (name, _any_number if (kind, name) in MAY_BE_NOT_FINITE else _decoder(hints[name])) for name in fields
+    ]
+
+    def decode(value: Any, where: str) -> Any:
+        if type(value) is not list:
+            raise FrameError(f"{where}: {kind.__name__} expected, got {type(value).__name__}")
+        if len(value) != len(decoders):
+            raise FrameError(f"{where}: {len(value)} fields, {kind.__name__} has {len(decoders)}")
+        return kind(*(inner(item, f"{where}.{name}") for (name, inner), item in zip(decoders, value, strict=True)))
+
+    return decode
+
+
+_SCALARS: dict[Any, Decoder] = {
+    str: _text,
+    float: _number,
+    int: _scalar(int, "integer"),
+    bool: _scalar(bool, "true or false"),
+    bytes: _scalar(bytes, "bytes"),
+}
+
+
+def _decoder(hint: Any) -> Decoder:
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _many(_decoder(arguments[0]))
+    if origin in (types.UnionType, typing.Union) and len(arguments) == 2 and types.NoneType in arguments:
+        return _optional(_decoder(next(a for a in arguments if a is not types.NoneType)))
+    if origin is Literal:
+        return _one_of(arguments)
+    if dataclasses.is_dataclass(hint):
+        return _record(hint)
+    raise TypeError(f"{hint} has no form on the wire")
+
+
+_DECODERS = {tag: _record(kind) for tag, kind in TAGS.items()}
+_TAG_OF = {kind: tag for tag, kind in TAGS.items()}
+_LIMIT_OF_TAG = {tag: LIMITS[kind] for tag, kind in TAGS.items()}
+_RECORDS: dict[type, Decoder] = {}
+
+Record = TypeVar("Record")
+
+
+def unpack_record(kind: type[Record], packed: bytes | memoryview) -> Record:
+    """The dataclass `kind` from the canonical bytes (core/canonical.pack) of one. Raises FrameError."""
+    decoder = _RECORDS.get(kind) or _RECORDS.setdefault(kind, _record(kind))
+    return typing.cast(Record, decoder(_unpack(packed), kind.__name__))
+
+
+def _unpack(packed: Any) -> Any:
+    try:
+        return msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=True)
+    except Exception as error:  # msgpack raises a dozen kinds on garbage, ValueError and RecursionError among them
+        raise FrameError(f"not msgpack: {error}"[:200]) from None
+
+
+# ---------------------------------------------------------------- frames
+
+
+def encode(message: Message, run: bytes, sequence: int | None = None) -> list[bytes | memoryview]:
+    """The frame of `message` as buffers to be written one after the other; a chunk's data is not copied.
+
+    Raises FrameError if it is larger than its type's limit.
+    """
+    tag = _TAG_OF[type(message)]
+    head = b"".join((b"\x95", bytes((PROTOCOL_VERSION,)), msgpack.packb(run), bytes((tag,)), msgpack.packb(sequence)))
+    buffers: list[bytes | memoryview]
+    if isinstance(message, m.Chunk):
+        data = memoryview(message.data).cast("B")
+        buffers = [_chunk_fields(message, len(data)), data]
+    elif isinstance(message, m.Fetched):
+        buffers = [msgpack.packb(plain(dataclasses.replace(message, data=bytes(message.data))))]
+    else:
+        buffers = [msgpack.packb(plain(message))]
+    size = len(head) + sum(len(buffer) for buffer in buffers)
+    if size > _LIMIT_OF_TAG[tag]:
+        raise FrameError(f"{type(message).__name__}: {size} bytes, at most {_LIMIT_OF_TAG[tag]}")
+    buffers[0] = b"".join((size.to_bytes(LENGTH_BYTES, "big"), head, buffers[0]))
+    return buffers
+
+
+def _chunk_fields(chunk: m.Chunk, size: int) -> bytes:
+    """The fields of `chunk` up to its data, whose header (bin 32) is included."""
+    pack = msgpack.packb
+    return b"".join((
+        b"\x98", pack(chunk.plan), pack(chunk.kind), pack(chunk.owner), pack(chunk.payload), pack(chunk.share),
+        pack(chunk.offset), pack(chunk.total), b"\xc6", size.to_bytes(4, "big"),
+    ))  # fmt: skip
+
+
+def encode_bytes(message: Message, run: bytes, sequence: int | None = None) -> bytes:
+    return b"".join(encode(message, run, sequence))
+
+
+def _prefix(body: bytes | bytearray | memoryview) -> tuple[int, int] | None:
+    """(tag, where the sequence starts), or None if `body` is still too short to tell."""
+    if len(body) < 2:
+        return None
+    if body[0] != 0x95:
+        raise FrameError("frame: does not begin as one")
+    if body[1] != PROTOCOL_VERSION:
+        raise VersionMismatch(body[1])
+    if len(body) < 4:
+        return None
+    if body[2] != 0xC4 or body[3] not in (0, DIGEST_BYTES):
+        raise FrameError(f"run: 0 or {DIGEST_BYTES} bytes expected")
+    at = 4 + body[3]
+    if len(body) <= at:
+        return None
+    if body[at] not in _LIMIT_OF_TAG:
+        raise FrameError(f"tag: {body[at]} is not a message type")
+    return body[at], at + 1
+
+
+def check_prefix(length: int, start: bytes | bytearray | memoryview) -> bool:
+    """Check the first bytes of a body of `length` bytes; False if there are too few yet. Raises FrameError."""
+    if length > MAX_BODY:
+        raise FrameError(f"frame: {length} bytes, at most {MAX_BODY}")
+    found = _prefix(start)
+    if found is None:
+        if len(start) >= length:
+            raise FrameError(f"frame: {length} bytes are too few")
+        return False
+    limit = _LIMIT_OF_TAG[found[0]]
+    if length > limit:
+        raise FrameError(f"{TAGS[found[0]].__name__}: {length} bytes, at most {limit}")
+    return True
+
+
+def decode(body: bytes | bytearray | memoryview) -> Frame:
+    """The frame whose body (without the length) this is. Raises FrameError, and nothing else."""
+    check_prefix(len(body), body)
+    found = _prefix(body)
+    assert found is not None
+    tag, at = found
+    values = _unpack(body)
+    if type(values) is not list or len(values) != 5:
+        raise FrameError("frame: five parts expected")
+    run, sequence = values[1], values[3]
+    if sequence is not None and (type(sequence) is not int or sequence < 0):
+        raise FrameError("sequence: whole number expected")
+    return Frame(run, sequence, _DECODERS[tag](values[4], TAGS[tag].__name__))
+
+
+def concerns(run: bytes, frame: Frame) -> bool:
+    """Whether a peer of `run` (empty: not known yet) should hear `frame`. Greetings and questions about the run are for all."""
+    message = frame.message
+    if isinstance(message, (m.Hello, m.Refused)) or (isinstance(message, m.Fetch) and message.what in ("founding", "status")):
+        return True
+    return not run or not frame.run or frame.run == run
+
+
+class FrameReader:
+    """Cuts a byte stream into bodies, and reads large ones straight into place (an asyncio.BufferedProtocol's buffer).
+
+    `buffer()` gives where to write next; `advance(n)` returns the bodies that n more bytes complete. Raises FrameError
+    as soon as a frame is known to be bad, which is before its body is buffered.
+    """
+
+    STAGING_BYTES = 64 * KIB
+
+    def __init__(self) -> None:
+        self._staging = bytearray(self.STAGING_BYTES)
+        self._view = memoryview(self._staging)
+        self._start = 0              # unread bytes of the staging buffer are [start, stop)
+        self._stop = 0
+        self._body: bytearray | None = None   # a large body being filled
+        self._filled = 0
+
+    def buffer(self) -> memoryview:
+        if self._body is not None:
+            return memoryview(self._body)[self._filled :]
+        return self._view[self._stop :]
+
+    def feed(self, data: bytes) -> list[bytes | bytearray]:
+        bodies: list[bytes | bytearray] = []
+        view = memoryview(data)
+        while view:
+            room = self.buffer()
+            count = min(len(room), len(view))
+            room[:count] = view[:count]
+            bodies += self.advance(count)
+            view = view[count:]
+        return bodies
+
+    def advance(self, count: int) -> list[bytes | bytearray]:
+        if self._body is not None:
+            self._filled += count
+            if self._filled < len(self._body):
+                return []
+            body, self._body = self._body, None
+            return [body]
+        self._stop += count
+        bodies: list[bytes | bytearray] = []
+        while self._cut(bodies):
+            pass
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._start > 0:  # what is left is the beginning of one frame: move it to the front
+            left = bytes(self._view[self._start : self._stop])
+            self._view[: len(left)] = left
+            self._start, self._stop = 0, len(left)
+        return bodies
+
+    def _cut(self, bodies: list[bytes | bytearray]) -> bool:
+        """Take one frame off the staging buffer; False if it is not whole (a large one then gets a buffer of its own)."""
+        at, have = self._start + LENGTH_BYTES, self._stop - self._start - LENGTH_BYTES
+        if have < 0:
+            return False
+        length = int.from_bytes(self._view[self._start : at], "big")
+        if not check_prefix(length, self._view[at : at + min(have, length, PREFIX_BYTES)]):
+            return False
+        if have >= length:
+            bodies.append(bytes(self._view[at : at + length]))
+            self._start = at + length
+            return True
+        if length + LENGTH_BYTES > self.STAGING_BYTES:
+            self._body, self._filled = bytearray(length), have
+            self._body[:have] = self._view[at : self._stop]
+            self._start = self._stop
+        return False
