@@ -54,7 +54,7 @@ class RoundCommitted:
     `planned_finish_seconds` and `finish_seconds` count from the plan's arrival at this peer to its last inner step;
     `planned_seconds` is the whole round as predicted. A peer that was no member has zero batch and steps.
     Traffic is this round's, by remote site. `validation_ppl` is of the anchor *before* this round's update
-    (the anchor of round - 1), None if it was not validated.
+    (the anchor of round - 1), None if it was not validated; `validation_seconds` is what it took here (part of control).
     """
 
     round: int
@@ -89,6 +89,7 @@ class RoundCommitted:
     overhead_received: dict[str, int] = field(default_factory=dict)
     abstained: str = ""
     reused: bool = False
+    validation_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
