@@ -160,7 +160,6 @@ def _damage(reading: Reading, histories: Iterable[History], name: str, number: i
 def _sequence_length(config: Path) -> int | None:
     try:
         loaded = json.loads(config.read_text(encoding="utf-8"))
-        section = loaded.get("model") or loaded["run_config"]["model"]
-        return int(section["sequence_length"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return int(loaded["run"]["model"]["sequence_length"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None

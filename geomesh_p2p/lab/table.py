@@ -1,0 +1,122 @@
+"""What a person sees of a running mesh: one live table on a terminal, else one plain line for each committed round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclass
+class SiteView:
+    """The newest that a site has said of itself."""
+
+    site: str
+    state: str = "starting"
+    round: int = 0
+    batch: int = 0
+    inner_steps: int = 0
+    step: int = 0
+    tokens_per_second: float = 0.0
+    loss: float | None = None
+    straggler_share: float | None = None
+    wan_share: float | None = None
+    bytes_sent: int = 0
+    longest_round_seconds: float = 0.0
+    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Fold one control line of the site into what is shown."""
+        kind = event["event"]
+        if kind == "phase":
+            waits = event.get("waiting_for")
+            self.state = str(event.get("phase", "")) + (f" ({waits})" if waits else "")
+        elif kind == "progress":
+            self.state, self.step = "training", int(event.get("step", 0))
+            self.tokens_per_second = float(event.get("tokens_per_second") or 0.0)
+            self.loss = event.get("loss", self.loss)
+        elif kind == "exit":
+            self.state = f"ended ({event.get('code')})" + (f": {event['reason']}" if event.get("reason") else "")
+            self.round = max(self.round, int(event.get("round") or 0))
+        elif kind == "round":
+            self._take_round(event)
+
+    def _take_round(self, event: dict[str, Any]) -> None:
+        self.round = int(event["round"])
+        self.rounds[self.round] = event
+        self.batch, self.inner_steps = int(event.get("batch") or 0), int(event.get("inner_steps") or 0)
+        self.step = 0
+        self.loss = self.loss if event.get("loss") is None else event["loss"]
+        times = event.get("times") or {}
+        wall = float(times.get("wall") or 0.0)
+        self.longest_round_seconds = max(self.longest_round_seconds, wall)
+        if wall > 0:
+            self.straggler_share = float(times.get("straggler_idle", 0.0)) / wall
+            self.wan_share = float(times.get("wan_idle", 0.0)) / wall
+        for key in ("payload_sent", "overhead_sent"):
+            self.bytes_sent += sum((event.get(key) or {}).values())
+
+
+def table(title: str, views: Iterable[SiteView]) -> Table:
+    shown = Table(title=title, title_justify="left", header_style="bold", expand=False)
+    shown.add_column("site")
+    shown.add_column("state", max_width=38, no_wrap=True)
+    for name in ("round", "batch", "steps", "tokens/s", "loss", "straggler", "WAN idle", "sent"):
+        shown.add_column(name, justify="right")
+    for view in views:
+        steps = f"{view.step}/{view.inner_steps}" if view.step else str(view.inner_steps or "")
+        shown.add_row(
+            view.site,
+            view.state,
+            str(view.round or ""),
+            str(view.batch or ""),
+            steps,
+            f"{view.tokens_per_second:,.0f}" if view.tokens_per_second else "",
+            number(view.loss, ".3f"),
+            percent(view.straggler_share),
+            percent(view.wan_share),
+            size(view.bytes_sent),
+        )
+    return shown
+
+
+def round_line(round: int, rounds: Iterable[dict[str, Any]]) -> str:
+    """One line for a committed round, from what its peers said of it. `rounds` is not empty."""
+    said = list(rounds)
+    first = said[0]
+    digests = sorted({str(one.get("digest", ""))[:12] for one in said})
+    walls = [float(one["times"]["wall"]) for one in said if one.get("times")]
+    wall = sum(walls)
+    losses = [float(one["loss"]) * int(one.get("tokens") or 0) for one in said if one.get("loss") is not None]
+    weights = [int(one.get("tokens") or 0) for one in said if one.get("loss") is not None]
+    perplexity = next((one["validation_ppl"] for one in said if one.get("validation_ppl") is not None), None)
+    parts = [
+        f"round {round:>3}",
+        f"digest {' != '.join(digests)}",
+        f"{len(first.get('contributors') or ())} of {len(first.get('members') or ())} contributed",
+        f"loss {number(sum(losses) / sum(weights) if sum(weights) else None, '.3f')}",
+        f"val ppl before {number(perplexity, '.2f')}",
+        f"{max(walls, default=0.0):.1f} s",
+    ]
+    for name, key in (("straggler", "straggler_idle"), ("WAN", "wan_idle")):
+        idle = sum(float(one["times"][key]) for one in said if one.get("times"))
+        parts.append(f"{name} idle {percent(idle / wall if wall else None)}")
+    return "  ".join(parts)
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
