@@ -311,7 +311,7 @@ class MemoryTransport:
                     self._with(to).dropped += 1
                     raise Unreachable(f"{to} has taken nothing for {network.stall_seconds:g} s")
                 wait = network.stall_seconds / 10
-            elif wait <= 0:
+            elif wait <= 1e-9:  # less cannot be told apart from now
                 break
             await asyncio.sleep(max(wait, 1e-6))  # a smaller one may not move the clock at all
         traffic = self._with(to)
