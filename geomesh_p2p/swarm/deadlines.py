@@ -45,8 +45,8 @@ class Waiting:
 class Due:
     """A stream that is due, from the moment that its owner is known to have made it.
 
-    At a miss the owner is asked again, and then the other members in turn, the next one as soon as one says that it has
-    nothing, or a quarter of the wait later.
+    At a miss the owner is asked again, and then the other members in turn: the next one as soon as one says that it has
+    nothing, or a quarter of the wait later. When all have been asked it begins again with the first, after a quarter too.
     """
 
     def __init__(self, owner: PeerId, others: tuple[PeerId, ...], patience_seconds: float, growth: float, now: float) -> None:
@@ -88,15 +88,15 @@ class Due:
             self._wait(now)
             self._untried = list(self._others)
             return [self.owner, *self.ask_next(now)]
-        return self.ask_next(now) if now >= self._nudge_at else []
+        if now >= self._nudge_at:
+            self._untried = self._untried or list(self._others)
+            return self.ask_next(now)
+        return []
 
     def ask_next(self, now: float) -> list[PeerId]:
-        """The next member that may hold what the owner does not deliver, if any is left to be asked before the next miss."""
-        if not self._untried:
-            self._nudge_at = float("inf")
-            return []
+        """The next member that may hold what the owner does not deliver; none if all have been asked just now."""
         self._nudge_at = now + self._span / 4
-        return [self._untried.pop(0)]
+        return [self._untried.pop(0)] if self._untried else []
 
     @property
     def _span(self) -> float:

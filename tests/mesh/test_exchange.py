@@ -1,0 +1,152 @@
+"""Exchanges over the in-memory network in virtual time: what comes out, what it costs, and what happens if links fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from geomesh_p2p.config import CodecSection
+from geomesh_p2p.core.codec import decode_part, encode_part, mean_of
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.swarm.memory import Network, run_virtual
+from tests.mesh.exchanges import LAYOUT, Mesh, even_shares, plan_for
+
+TOPOLOGIES = ("gather", "reduce")
+
+
+def direct_mean(mesh: Mesh) -> np.ndarray:
+    there = [index for index, payload in enumerate(mesh.payloads) if payload is not None]
+    out = np.empty(LAYOUT.parameters, np.float32)
+    payloads, tokens = [mesh.payloads[i] for i in there], [mesh.contributions[i].tokens for i in there]
+    return mean_of(LAYOUT, mesh.codec.settings, payloads, tokens, 0, LAYOUT.parameters, out)
+
+
+def expected_body(mesh: Mesh) -> bytes:
+    if mesh.plan.topology == "gather":
+        return b"".join(bytes(payload) for payload in mesh.payloads if payload is not None)
+    mean, settings = direct_mean(mesh), mesh.codec.settings
+    parts = [encode_part(LAYOUT, settings, mean[s.start : s.stop], s.start, s.stop) for s in mesh.plan.shares if len(s)]
+    return b"".join(bytes(part) for part in parts)
+
+
+def assert_all_equal(mesh: Mesh) -> None:
+    body = expected_body(mesh)
+    names = tuple(c.payload for c in mesh.contributions if not c.abstains)
+    for index in mesh.survivors:
+        assert mesh.body(index) == body
+        assert tuple(c.payload for c in mesh.heard[index].assembled[0].contributors) == names
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("count", range(1, 7))
+def test_every_member_assembles_the_mean_of_all(topology: str, count: int) -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(count, topology), Network(latency_seconds=0.05, bytes_per_second=1e5)) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert all(not heard.lost and not heard.refused for heard in mesh.heard)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_members_finish_at_unequal_times_and_their_bytes_travel_meanwhile(topology: str) -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(4, topology), Network(latency_seconds=0.1, bytes_per_second=1e4)) as mesh:
+            mesh.start()
+            for index in range(3):
+                mesh.finish(index)
+                await asyncio.sleep(30.0)
+            # whatever the three early ones have to say is said before the last one finishes
+            early = [mesh.payload_sent(index) for index in range(3)]
+            waits = mesh.exchanges[0].waiting()
+            assert all(early)
+            assert waits == ()
+            mesh.finish(3)
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            if topology == "gather":
+                assert [mesh.payload_sent(index) for index in range(3)] == early
+            assert all(not heard.lost for heard in mesh.heard)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("abstaining", [(0,), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
+def test_abstentions_are_left_out(topology: str, abstaining: tuple[int, ...]) -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(4, topology), Network(latency_seconds=0.05), abstaining=abstaining) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            if len(abstaining) < 4:
+                assert_all_equal(mesh)
+            else:
+                assert [mesh.body(index) for index in range(4)] == [b""] * 4
+
+    run_virtual(main())
+
+
+def test_reduce_with_an_empty_share_and_uneven_ones() -> None:
+    async def main() -> None:
+        total = LAYOUT.parameters
+        shares = (Range(0, 8), Range(8, 8), Range(8, 4000), Range(4000, total))
+        async with Mesh(plan_for(4, "reduce", shares=shares), Network(latency_seconds=0.05)) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("payload", ["fp32", "fp16", "int8", "sign"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_codec(topology: str, payload: str) -> None:
+    async def main() -> None:
+        settings = CodecSection(payload=payload, second_phase_bits=4, granularity="row")  # type: ignore[arg-type]
+        async with Mesh(plan_for(3, topology), Network(latency_seconds=0.05), settings) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+def test_the_parts_of_a_reduce_decode_to_about_the_mean_of_a_gather() -> None:
+    async def main() -> None:
+        settings = CodecSection(second_phase_bits=8)
+        async with Mesh(plan_for(3, "reduce"), Network(), settings) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            mean, (assembly,) = direct_mean(mesh), mesh.heard[0].assembled
+            for share, part in zip(even_shares(LAYOUT.parameters, 3), assembly.body, strict=True):
+                out = np.empty(len(share), np.float32)
+                decode_part(LAYOUT, settings, part, share.start, share.stop, out)
+                assert np.abs(out - mean[share.start : share.stop]).max() < 0.02
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_bytes_sent(count: int) -> None:
+    async def main(topology: str) -> tuple[list[int], int]:
+        async with Mesh(plan_for(count, topology), Network(latency_seconds=0.05, bytes_per_second=1e5)) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert sum(exchange.refusals["duplicate"] for exchange in mesh.exchanges) == 0
+            return [mesh.payload_sent(index) for index in range(count)], mesh.codec.payload_bytes
+
+    sent, payload = run_virtual(main("gather"))
+    assert sent == [(count - 1) * payload] * count
+    sent, payload = run_virtual(main("reduce"))
+    # each tensor that a share cuts adds one magnitude; nothing else is added
+    assert sum(sent) / count == pytest.approx(2 * (count - 1) / count * payload, rel=0.03)

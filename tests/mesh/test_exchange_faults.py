@@ -1,0 +1,488 @@
+"""Exchanges whose links and members fail: survivors assemble one body, or say whom they miss; nobody waits without a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkWanted, PartHeader
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.swarm.exchange import ExchangeInbox, ExchangeLimits
+from geomesh_p2p.swarm.memory import Network, run_virtual
+from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, contribution_of, payload_of, plan_for
+from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal
+
+
+def bodies_of(mesh: Mesh) -> set[bytes]:
+    return {mesh.body(index) for index in mesh.survivors if mesh.heard[index].assembled}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_messages_and_chunks_are_asked_for_again(topology: str, seed: int) -> None:
+    async def main() -> int:
+        # control messages get lost too; the headers of contributions are repeated, as the replica does
+        network = Network(seed=seed, latency_seconds=0.05, loss=0.2)
+        async with Mesh(plan_for(4, topology), network) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            for _ in range(20):
+                await asyncio.sleep(1.0)
+                for index, contribution in enumerate(mesh.contributions):
+                    for other, exchange in enumerate(mesh.exchanges):
+                        if other != index:
+                            exchange.member_finished(contribution)
+            await mesh.all_assembled(2000)
+            assert_all_equal(mesh)
+            return sum(mesh.payload_sent(index) for index in range(4))
+
+    run_virtual(main())
+
+
+class DiesAfter:
+    """Crashes member `victim` of a mesh when it has handed its k-th chunk to the network."""
+
+    def __init__(self, mesh: Mesh, victim: int, chunks: int) -> None:
+        self.left, self.fired = chunks, False
+        transport = mesh.transports[victim]
+        send_bulk = transport.send_bulk
+
+        async def counting(to: str, chunk: Chunk) -> None:
+            if self.left == 0 and not self.fired:
+                self.fired = True
+                mesh.crash(victim)
+            await send_bulk(to, chunk)
+            self.left -= 1
+
+        transport.send_bulk = counting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_member_that_dies_after_any_chunk(topology: str, count: int) -> None:
+    async def main(chunks: int) -> tuple[bool, bool]:
+        limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, parallel_chunks=1)
+        async with Mesh(plan_for(count, topology), Network(latency_seconds=0.02, bytes_per_second=2e4), limits=limits) as mesh:
+            death = DiesAfter(mesh, 1, chunks)
+            mesh.start()
+            mesh.finish_all()
+            await mesh.until(lambda: all(mesh.heard[i].assembled or mesh.heard[i].lost for i in mesh.survivors))
+            await asyncio.sleep(30.0)
+            assembled = [bool(mesh.heard[index].assembled) for index in mesh.survivors]
+            assert len(bodies_of(mesh)) <= 1
+            assert all(assembled) or not any(assembled), "what one survivor has, all get"
+            for index in mesh.survivors:
+                assert mesh.heard[index].assembled or mesh.heard[index].lost_peers == {"peer-1"}
+                assert mesh.heard[index].assembled or mesh.exchanges[index].waiting()
+                assert not mesh.heard[index].refused
+            return death.fired, all(assembled)
+
+    outcomes = []
+    for chunks in range(200):
+        fired, assembled = run_virtual(main(chunks))
+        outcomes.append(assembled)
+        if not fired:
+            break
+    assert not fired, "every boundary was tried"
+    assert outcomes[0] is False
+    assert outcomes[-1] is True
+    assert len(outcomes) > 5
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_cut_link_is_got_round_by_other_members(topology: str) -> None:
+    async def main() -> None:
+        network = Network(latency_seconds=0.02)
+        async with Mesh(plan_for(4, topology), network) as mesh:
+            network.cut("peer-0", "peer-1")
+            mesh.start()
+            mesh.finish_all()
+            # the headers come by other ways, from the replica
+            mesh.exchanges[0].member_finished(mesh.contributions[1])
+            mesh.exchanges[1].member_finished(mesh.contributions[0])
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert all(not heard.lost for heard in mesh.heard)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_link_cut_one_way(topology: str) -> None:
+    async def main() -> None:
+        network = Network(latency_seconds=0.02)
+        async with Mesh(plan_for(3, topology), network) as mesh:
+            network.cut("peer-2", "peer-0", one_way=True)
+            mesh.start()
+            mesh.finish_all()
+            mesh.exchanges[0].member_finished(mesh.contributions[2])
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+def test_a_link_that_heals_is_used_again_from_where_it_broke() -> None:
+    async def main() -> None:
+        network = Network(latency_seconds=0.02, bytes_per_second=500.0)
+        limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, deadline_seconds=60.0, acknowledge_chunks=1, parallel_chunks=2)
+        network.WINDOW_BYTES = 200  # type: ignore[misc]
+        async with Mesh(plan_for(2, "gather"), network, limits=limits) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            network.play([(1.0, lambda n: n.cut("peer-0", "peer-1")), (20.0, lambda n: n.heal())])
+            await mesh.all_assembled()
+            assert network.played == [1.0, 20.0]
+            assert_all_equal(mesh)
+            assert not mesh.heard[0].lost
+            # only what was under way is sent twice
+            assert mesh.codec.payload_bytes < mesh.payload_sent(0) <= mesh.codec.payload_bytes + 4 * CHUNK_BYTES
+
+    run_virtual(main())
+
+
+def test_a_reducer_that_waits_for_another_member_is_not_blamed() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(4, "reduce"), Network(latency_seconds=0.02)) as mesh:
+            DiesAfter(mesh, 3, 0)
+            mesh.start()
+            mesh.finish_all()
+            await asyncio.sleep(60.0)
+            assert [mesh.heard[index].lost_peers for index in mesh.survivors] == [{"peer-3"}] * 3
+            assert not any(mesh.heard[index].assembled for index in mesh.survivors)
+
+    run_virtual(main())
+
+
+def test_lost_is_said_after_a_known_time_and_again_ever_later() -> None:
+    async def main() -> None:
+        limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, deadline_seconds=2.0, deadline_growth=1.5)
+        async with Mesh(plan_for(2, "gather"), Network(), limits=limits) as mesh:
+            mesh.exchanges[0].start()
+            await asyncio.sleep(100.0)
+            assert mesh.heard[0].lost == []  # nobody has finished: nothing is due
+            begun = asyncio.get_running_loop().time()
+            mesh.exchanges[0].member_finished(mesh.contributions[1])
+            (waiting,) = mesh.exchanges[0].waiting()
+            assert (waiting.peer, waiting.what, waiting.since_seconds) == ("peer-1", "contribution", 0.0)
+            assert waiting.remaining_seconds == pytest.approx(2.0)
+            await asyncio.sleep(30.0)
+            times = [at - begun for at, _ in mesh.heard[0].lost]
+            assert times == pytest.approx([2 + 3, 2 + 3 + 4.5, 2 + 3 + 4.5 + 6.75, 2 + 3 + 4.5 + 6.75 + 10.125])
+
+    run_virtual(main())
+
+
+def test_a_slow_but_steady_stream_misses_no_deadline() -> None:
+    async def main() -> None:
+        # 128 bytes take 1.3 s, all of them 8 s: each chunk is in time
+        network = Network(bytes_per_second=100.0)
+        limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, deadline_seconds=6.0)
+        async with Mesh(plan_for(2, "gather", exchange_seconds=0.01), network, limits=limits) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert all(not heard.lost for heard in mesh.heard)
+            assert sum(exchange.refusals["duplicate"] for exchange in mesh.exchanges) == 0
+
+    run_virtual(main())
+
+
+# ---------------------------------------------------------------- order, repetition, rubbish
+
+
+def chunks_of(mesh: Mesh, index: int, size: int = CHUNK_BYTES) -> list[Chunk]:
+    payload, name = mesh.payloads[index], mesh.contributions[index].payload
+    assert payload is not None
+    return [
+        Chunk(mesh.plan.digest, "contribution", mesh.plan.peers[index], name, 0, at, payload.size, payload[at : at + size].tobytes())
+        for at in range(0, payload.size, size)
+    ]
+
+
+def test_chunks_may_come_before_their_header_twice_and_in_any_order() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(3, "gather"), Network()) as mesh:
+            exchange, rng = mesh.exchanges[0], np.random.default_rng(5)
+            exchange.start()
+            for owner in (1, 2):
+                pieces = chunks_of(mesh, owner) + chunks_of(mesh, owner, 100) + chunks_of(mesh, owner, 37)
+                for at in rng.permutation(len(pieces)):
+                    exchange.receive(f"peer-{owner}", pieces[at])
+            mesh.finish(0)
+            assert not mesh.heard[0].assembled
+            exchange.member_finished(mesh.contributions[2])
+            exchange.member_finished(mesh.contributions[1])
+            await mesh.until(lambda: mesh.heard[0].assembled)
+            assert mesh.body(0) == b"".join(bytes(payload) for payload in mesh.payloads)  # type: ignore[arg-type]
+            assert exchange.waiting() == ()
+
+    run_virtual(main())
+
+
+def test_early_chunks_of_another_contribution_are_dropped_when_the_header_comes() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            exchange = mesh.exchanges[0]
+            exchange.start()
+            for chunk in chunks_of(mesh, 1)[:3]:
+                exchange.receive("peer-1", dataclasses.replace(chunk, payload=b"x" * 32))
+            assert exchange.buffered_bytes == 3 * CHUNK_BYTES
+            exchange.member_finished(mesh.contributions[1])
+            assert exchange.buffered_bytes == 0
+            for chunk in chunks_of(mesh, 1):
+                exchange.receive("peer-1", chunk)
+            mesh.finish(0)
+            await mesh.until(lambda: mesh.heard[0].assembled)
+
+    run_virtual(main())
+
+
+RUBBISH: list[tuple[str, dict[str, Any]]] = [
+    ("a chunk that does not fit", {"total": 10}),
+    ("a chunk that does not fit", {"total": 2**40}),
+    ("a chunk that does not fit", {"offset": -1}),
+    ("a chunk that does not fit", {"offset": 700}),
+    ("a chunk that does not fit", {"data": b""}),
+    ("a chunk that does not fit", {"data": b"x" * 10_000}),
+    ("a chunk that is not for this peer", {"kind": "part"}),
+    ("a chunk that is not for this peer", {"kind": "nonsense"}),
+    ("a chunk that is not for this peer", {"share": 1}),
+    ("a chunk that is not for this peer", {"owner": "peer-0"}),
+    ("a chunk that is not for this peer", {"owner": "stranger"}),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes"), RUBBISH)
+def test_chunks_that_do_not_fit_are_refused_and_their_sender_named(reason: str, changes: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunks_of(mesh, 1)[0], **changes))
+            assert mesh.heard[0].refused == [("peer-1", reason)]
+            assert mesh.exchanges[0].refusals[reason] == 1
+            assert mesh.exchanges[0].buffered_bytes == 0
+
+    run_virtual(main())
+
+
+def test_reduce_refuses_what_does_not_fit() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(3, "reduce"), Network()) as mesh:
+            plan, exchange = mesh.plan.digest, mesh.exchanges[0]
+            for share in (-1, 0, 3):
+                exchange.receive("peer-1", PartHeader(plan, share, (), b"h" * 32, 100))
+            exchange.receive("peer-1", PartHeader(plan, 1, (), b"h" * 32, 100))
+            for share in (-1, 1, 2, 7):
+                exchange.receive("peer-1", Chunk(plan, "contribution", "peer-1", b"h" * 32, share, 0, 100, b"x"))
+            for share in (-1, 0, 2, 7):
+                exchange.receive("peer-1", Chunk(plan, "part", "peer-1", b"h" * 32, share, 0, 100, b"x"))
+            assert len(mesh.heard[0].refused) == 3 + 1 + 4 + 4
+            assert exchange.buffered_bytes == 0
+
+    run_virtual(main())
+
+
+def test_messages_of_other_plans_and_of_strangers_are_ignored() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            chunk = chunks_of(mesh, 1)[0]
+            mesh.exchanges[0].receive("stranger", chunk)
+            mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunk, plan=b"p" * 32))
+            assert mesh.exchanges[0].buffered_bytes == 0
+            assert mesh.heard[0].refused == []
+
+    run_virtual(main())
+
+
+def test_contributions_of_another_round_or_size_and_second_ones_are_refused() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            exchange, good = mesh.exchanges[0], mesh.contributions[1]
+            exchange.member_finished(dataclasses.replace(good, round=9))
+            exchange.member_finished(dataclasses.replace(good, payload_bytes=9))
+            exchange.member_finished(good)
+            exchange.member_finished(good)
+            exchange.member_finished(dataclasses.replace(good, tokens=9))
+            reasons = [reason for _, reason in mesh.heard[0].refused]
+            assert reasons == ["contribution to another round", "contribution of the wrong size", "a second contribution"]
+
+    run_virtual(main())
+
+
+def test_flipped_bits_are_found_and_the_bytes_asked_for_again() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            mesh.exchanges[0].start()
+            mesh.exchanges[0].member_finished(mesh.contributions[1])
+            for chunk in chunks_of(mesh, 1):
+                flipped = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
+                mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunk, data=flipped))
+            assert mesh.heard[0].refused == [("peer-1", "bytes that are not what their hash says")]
+            mesh.exchanges[1].start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+def test_an_absurd_contribution_is_refused_by_rule_and_its_owner_reported() -> None:
+    async def main(topology: str) -> None:
+        async with Mesh(plan_for(3, topology), Network()) as mesh:
+            absurd = payload_of(LAYOUT, mesh.codec.settings, 2)
+            absurd[: 4 * LAYOUT.magnitudes].view("<f4")[:] = np.float32(1e30)
+            mesh.payloads[2], mesh.contributions[2] = absurd, contribution_of(mesh.plan, 2, absurd)
+            mesh.start()
+            mesh.finish_all()
+            await asyncio.sleep(20.0)
+            for index in (0, 1):
+                assert not mesh.heard[index].assembled
+                assert mesh.heard[index].lost_peers == {"peer-2"}
+                assert any(peer == "peer-2" and "magnitudes" in reason for peer, reason in mesh.heard[index].refused)
+
+    for topology in TOPOLOGIES:
+        run_virtual(main(topology))
+
+
+def test_parts_of_unequal_contributions_are_never_assembled() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(3, "reduce"), Network()) as mesh:
+            other = payload_of(LAYOUT, mesh.codec.settings, 77)
+            # peer-2 tells peer-1 of another contribution than peer-0
+            mesh.start()
+            mesh.exchanges[1].member_finished(contribution_of(mesh.plan, 2, other))
+            for chunk_owner in (0, 1):
+                mesh.finish(chunk_owner)
+            mesh.finish(2)
+            share = mesh.plan.shares[1]
+            data = b"".join(other[low:high].tobytes() for low, high in mesh.codec.slices(share))
+            mesh.exchanges[1].receive("peer-2", Chunk(mesh.plan.digest, "contribution", "peer-2", digest_bytes(other), 1, 0, len(data), data))
+            await asyncio.sleep(10.0)
+            assert mesh.heard[0].unequal == [("peer-1",)]
+            assert mesh.heard[2].unequal == [("peer-1",)]
+            assert mesh.heard[1].unequal[-1] == ("peer-0", "peer-2")
+            assert not any(heard.assembled for heard in mesh.heard)
+
+    run_virtual(main())
+
+
+# ---------------------------------------------------------------- asking, stopping, starting late
+
+
+def test_requests_that_do_not_fit_are_refused() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            mesh.finish(0)
+            for gaps in ((Range(-1, 5),), (Range(0, 10**9),), (Range(5, 5),), (Range(0, 8),) * 100):
+                mesh.exchanges[0].receive("peer-1", ChunkWanted(mesh.plan.digest, "contribution", "peer-0", 0, gaps))
+            assert mesh.exchanges[0].refusals["a request that does not fit"] == 4
+
+    run_virtual(main())
+
+
+def test_what_an_earlier_attempt_brought_does_not_come_again() -> None:
+    async def main() -> None:
+        network = Network(latency_seconds=0.01, bytes_per_second=5e3)
+        network.WINDOW_BYTES = 200  # type: ignore[misc]
+        async with Mesh(plan_for(3, "gather"), network) as first:
+            first.start()
+            first.finish_all()
+            await first.all_assembled()
+            brought = [exchange.payloads() for exchange in first.exchanges]
+            assert [len(payloads) for payloads in brought] == [3, 3, 3]
+            sent = first.payload_sent(0)
+        async with Mesh(plan_for(3, "gather", attempt=2), network) as second:
+            for exchange, payloads in zip(second.exchanges, brought, strict=True):
+                exchange.start(payloads)
+            second.finish_all()
+            await second.all_assembled()
+            assert_all_equal(second)
+            assert second.payload_sent(0) < sent
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_stop_at_any_moment_leaves_nothing_behind(topology: str) -> None:
+    async def main(seconds: float) -> None:
+        network = Network(latency_seconds=0.05, bytes_per_second=2e3)
+        async with Mesh(plan_for(3, topology), network) as mesh:  # which checks that no task and no byte is left
+            mesh.start()
+            mesh.finish_all()
+            await asyncio.sleep(seconds)
+            for exchange in mesh.exchanges:
+                exchange.stop("the leader says so")
+            assert all(exchange.buffered_bytes == 0 and exchange.waiting() == () for exchange in mesh.exchanges)
+            known = [len(heard.assembled) for heard in mesh.heard]
+            for chunk in chunks_of(mesh, 1):
+                mesh.exchanges[0].receive("peer-1", chunk)
+            await asyncio.sleep(5.0)
+            assert [len(heard.assembled) for heard in mesh.heard] == known
+
+    for step in range(24):
+        run_virtual(main(step * 0.1))
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    async def main(topology: str) -> None:
+        async with Mesh(plan_for(3, topology), Network(latency_seconds=0.05, bytes_per_second=2e3)) as mesh:
+            mesh.start()
+            before = mesh.exchanges[0].progress()
+            assert (before.done_bytes, before.remaining_seconds) == (0, None)
+            mesh.finish_all()
+            await mesh.until(lambda: mesh.exchanges[0].progress().done_bytes > before.total_bytes // 2)
+            halfway = mesh.exchanges[0].progress()
+            assert halfway.remaining_seconds is not None
+            assert 0 < halfway.remaining_seconds < 10
+            await mesh.all_assembled()
+            assert mesh.exchanges[0].progress().done_bytes == before.total_bytes
+
+    for topology in TOPOLOGIES:
+        run_virtual(main(topology))
+
+
+def test_a_member_that_accepts_the_plan_late_loses_nothing() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(3, "gather"), Network(latency_seconds=0.01)) as mesh:
+            late, inbox = mesh.exchanges[2], ExchangeInbox(max_bytes=100_000)
+            accepted = False
+            receive = late.receive
+            late.receive = lambda s, m: receive(s, m) if accepted else inbox.keep(s, m)  # type: ignore[method-assign,assignment]
+            mesh.start()
+            mesh.finish_all()
+            await asyncio.sleep(1.0)
+            assert inbox.bytes > 2 * mesh.codec.payload_bytes
+            accepted = True
+            for sender, message in inbox.take(mesh.plan.digest):
+                receive(sender, message)
+            assert inbox.bytes == 0
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert [mesh.payload_sent(index) for index in range(3)] == [2 * mesh.codec.payload_bytes] * 3
+
+    run_virtual(main())
+
+
+def ack(plan: bytes, offset: int = 0) -> ChunkAck:
+    return ChunkAck(plan, "contribution", "a", 0, offset)
+
+
+def test_the_inbox_is_bounded_for_each_sender_and_in_plans() -> None:
+    inbox = ExchangeInbox(max_bytes=2_000, max_plans=2)
+    one, two, three = b"1" * 32, b"2" * 32, b"3" * 32
+    assert [inbox.keep("a", ack(one, at)) for at in range(4)] == [True, True, True, False]
+    assert inbox.keep("b", ack(one))
+    assert inbox.keep("b", ack(two))
+    assert inbox.keep("b", ack(three))  # the oldest plan gives way
+    assert inbox.take(one) == []
+    assert inbox.dropped == 1 + 4
+    inbox.close(two)
+    assert inbox.take(two) == []
+    assert not inbox.keep("a", ack(two))
+    assert inbox.take(three) == [("b", ack(three))]
+    assert inbox.bytes == 0
