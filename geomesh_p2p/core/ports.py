@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
 from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
 
@@ -109,6 +110,61 @@ class Store(Protocol):
 
     def rounds(self) -> range:
         """Rounds whose updates are on disk (contiguous)."""
+        ...
+
+
+class SnapshotManifest(Protocol):
+    """What a snapshot holds: where the log stood, and the hashes that its bytes are checked against."""
+
+    @property
+    def state(self) -> LogState: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def pack(self) -> bytes: ...
+
+
+class SnapshotReceiver(Protocol):
+    def missing(self) -> list[Range]:
+        """Byte ranges still wanted, ascending."""
+        ...
+
+    def write(self, offset: int, data: bytes) -> None:
+        """One whole range of `missing()`; raises DataError if it is not what the manifest says."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class SnapshotStore(Protocol):
+    """The snapshots of one peer; every write is published only once it is whole and checked. Raises OSError, DataError."""
+
+    def write(
+        self,
+        state: LogState,
+        anchor: Vector,
+        momentum: Vector,
+        residual: Vector | None = None,
+        save_inner: Callable[[str], None] | None = None,
+    ) -> SnapshotManifest: ...
+
+    def rounds(self) -> list[int]: ...
+
+    def manifest(self, round: int) -> SnapshotManifest:
+        """Raises LookupError if there is none of `round`."""
+        ...
+
+    def described(self, packed: bytes) -> SnapshotManifest:
+        """A manifest that another peer sent. Raises ValueError."""
+        ...
+
+    def receive(self, manifest: Any) -> SnapshotReceiver: ...
+
+    def read_chunk(self, round: int, offset: int, length: int) -> bytes: ...
+
+    def read_state(self, round: int) -> tuple[Vector, Vector]:
+        """(anchor, momentum) of a snapshot."""
         ...
 
 

@@ -171,6 +171,16 @@ class Snapshots:
             raise LookupError(f"no snapshot of round {round}")
         return _read_meta(self.path(round) / META)[0]
 
+    def described(self, packed: bytes) -> Manifest:
+        """A manifest that another peer sent. Raises ValueError."""
+        return Manifest.unpack(packed)
+
+    def read_state(self, round: int) -> tuple[Vector, Vector]:
+        """(anchor, momentum) of the snapshot of `round`, checked. Raises LookupError, DataError."""
+        self.manifest(round)
+        snapshot = self._load(round, [])
+        return snapshot.anchor, snapshot.momentum
+
     def verify(self, round: int) -> Manifest:
         """Reads everything shared and checks it. Raises LookupError, or DataError naming the damaged file."""
         manifest = self.manifest(round)

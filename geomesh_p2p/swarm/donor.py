@@ -7,40 +7,53 @@ blocks its own round for it. Whoever asks turns to the next source when one fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from geomesh_p2p.core.canonical import digest_bytes, pack
 from geomesh_p2p.core.messages import Fetch, Fetched
-from geomesh_p2p.core.ports import Store, Transport, Unreachable
+from geomesh_p2p.core.ports import SnapshotReceiver, SnapshotStore, Store, Transport, Unreachable
 from geomesh_p2p.core.types import Held, PeerId, Update
+from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm.wire import FrameError, unpack_record
 
 SLICE_BYTES = 1 << 20
 SLICES_AT_ONCE = 4
 
-NOT_FOUND = Fetched(found=False, header=b"", offset=0, total=0, data=b"", hint=0)
-
 
 class Donor:
-    """Answers Fetch requests from the store. The last body read stays at hand, since slices of it are asked for next."""
+    """Answers Fetch requests from disk. The last body read stays at hand, since slices of it are asked for next."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, snapshots: SnapshotStore) -> None:
+        self.store, self.snapshots = store, snapshots
         self._last: tuple[Any, bytes, bytes] | None = None
         self._reading = asyncio.Lock()
 
     async def answer(self, fetch: Fetch) -> Fetched:
         async with self._reading:
-            found = await asyncio.to_thread(self._find, fetch)
-        if found is None:
-            oldest = self.store.rounds()
-            return Fetched(False, b"", 0, 0, b"", oldest.start if len(oldest) else 0)
-        header, body = found
-        data = bytes(body[fetch.offset : fetch.offset + min(fetch.length, SLICE_BYTES)])
-        return Fetched(True, header, fetch.offset, len(body), data, 0)
+            try:
+                return await asyncio.to_thread(self._answer, fetch)
+            except (LookupError, OSError, DataError):
+                return self._nothing()
 
-    def _find(self, fetch: Fetch) -> tuple[bytes, bytes] | None:
+    def _nothing(self) -> Fetched:
+        rounds = self.store.rounds()
+        return Fetched(False, b"", 0, 0, b"", rounds.start if len(rounds) else 0)
+
+    def _answer(self, fetch: Fetch) -> Fetched:
+        length = min(fetch.length, SLICE_BYTES)
+        if fetch.what == "snapshot":
+            manifest = self.snapshots.manifest(fetch.round)
+            data = self.snapshots.read_chunk(fetch.round, fetch.offset, length)
+            return Fetched(True, b"", fetch.offset, manifest.size_bytes, data, 0)
+        found = self._whole(fetch)
+        if found is None:
+            return self._nothing()
+        header, body = found
+        return Fetched(True, header, fetch.offset, len(body), bytes(body[fetch.offset : fetch.offset + length]), 0)
+
+    def _whole(self, fetch: Fetch) -> tuple[bytes, bytes] | None:
+        """(header, body) of an update, a held record or the newest snapshot's manifest."""
         key = (fetch.what, fetch.round, fetch.seal)
         if self._last and self._last[0] == key:
             return self._last[1:]
@@ -49,17 +62,11 @@ class Donor:
             found = (pack(update[0]), update[1])
         elif fetch.what == "held" and (held := self.store.load_held()) is not None and held[0].update.seal == fetch.seal:
             found = (pack(held[0]), held[1])
-        elif fetch.what == "manifest" and (manifest := self.store.newest_manifest()) is not None:
-            found = (b"", manifest)
-        elif fetch.what.startswith("snapshot/"):
-            return self._snapshot_slice(fetch)
+        elif fetch.what == "manifest" and (rounds := self.snapshots.rounds()):
+            return (self.snapshots.manifest(rounds[-1]).pack(), b"")
         if found is not None:
             self._last = (key, *found)
         return found
-
-    def _snapshot_slice(self, fetch: Fetch) -> tuple[bytes, bytes] | None:
-        """Files of a snapshot are read slice by slice: they are too large to be kept at hand."""
-        return self.store.open_snapshot_file(fetch.round, fetch.what.removeprefix("snapshot/"))
 
 
 class Fetcher:
@@ -119,3 +126,31 @@ class Fetcher:
             except (Unreachable, FrameError, ExceptionGroup):
                 continue
         return None
+
+    async def manifest(self, sources: Iterable[PeerId]) -> tuple[bytes, PeerId] | None:
+        """The packed manifest of a source's newest snapshot, and who has it."""
+        for source in sources:
+            found = await self._first([source], "manifest", 0, b"", lambda header: header)
+            if found is not None:
+                return found[0], source
+        return None
+
+    async def snapshot(self, round: int, receiver: SnapshotReceiver, sources: Sequence[PeerId]) -> bool:
+        """Fill `receiver` from all of `sources` at once; a source that fails or sends bytes that do not fit is left out."""
+        wanted = receiver.missing()
+
+        async def from_one(source: PeerId) -> None:
+            while wanted:
+                piece = wanted.pop(0)
+                try:
+                    fetch = Fetch("snapshot", round, b"", piece.start, len(piece))
+                    got = await self.transport.request(source, fetch, self.slice_timeout_seconds)
+                    if not got.found:
+                        raise Unreachable(f"{source} has no snapshot of round {round}")
+                    receiver.write(piece.start, got.data)
+                except (Unreachable, DataError):
+                    wanted.insert(0, piece)
+                    return
+
+        await asyncio.gather(*(from_one(source) for source in sources))
+        return not wanted

@@ -62,9 +62,6 @@ class RoundBook:
     def committed(self, update: Update, term: Term, leader: str) -> None:
         self._committed[update.round] = (update, term, leader)
 
-    def discarded(self, round: int, attempt: int, reason: str) -> None:
-        self._observe(obs.RoundDiscarded(round, attempt, reason))
-
     # ---------------------------------------------------------------- the round is over
 
     def folded(self, update: Update, fold_seconds: float, now: float) -> None:

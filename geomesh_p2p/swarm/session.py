@@ -18,10 +18,21 @@ from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.log import LogState, next_voters
-from geomesh_p2p.core.ports import Clock, FoldUpdate, LocalRound, Observer, SaveState, Store, Transport, ValidateAll
+from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, next_voters
+from geomesh_p2p.core.ports import (
+    AdoptState,
+    Clock,
+    FoldUpdate,
+    LocalRound,
+    Observer,
+    SaveState,
+    SnapshotStore,
+    Store,
+    Transport,
+    ValidateAll,
+)
 from geomesh_p2p.core.replica import Replica
-from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Update
+from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Term, Update
 from geomesh_p2p.swarm.donor import Donor, Fetcher
 from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCodec, ExchangeInbox, ExchangeLimits, Missed
 from geomesh_p2p.swarm.links import LinkTable
@@ -39,6 +50,7 @@ class Surroundings:
 
     transport: Transport
     store: Store
+    snapshots: SnapshotStore
     membership: Membership
     links: LinkTable
     observe: Observer
@@ -50,7 +62,7 @@ class Surroundings:
 class Planning:
     """`make` computes a plan from what is asked and what is known; it runs in a thread."""
 
-    make: Callable[[ev.NeedPlan, tuple[Profile, ...], tuple[msg.Heartbeat, ...], LogState], Plan]
+    make: Callable[[ev.NeedPlan, tuple[msg.Heartbeat, ...], LogState], Plan]
     validate_every_rounds: int
     final_round: int
     snapshot_every_rounds: int
@@ -68,7 +80,9 @@ class Session:
 
     `outcome` is then (exit code, reason)."""
 
-    def __init__(self, around: Surroundings, replica: Replica, planning: Planning, exchange: ExchangeSetup, profile: Profile) -> None:
+    def __init__(
+        self, around: Surroundings, replica: Replica, planning: Planning, exchange: ExchangeSetup, profile: Profile
+    ) -> None:
         self.around = around
         self.replica = replica
         self.planning = planning
@@ -83,10 +97,11 @@ class Session:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._bodies: dict[Digest, bytes | list[Any]] = {}
         self._due_snapshots: dict[int, LogState] = {}
-        self._donor, self._fetcher = Donor(around.store), Fetcher(around.transport)
+        self._donor, self._fetcher = Donor(around.store, around.snapshots), Fetcher(around.transport)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._seen_phase: tuple[str, int, str] | None = None
+        self._seen_leader: tuple[Term, PeerId] | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -181,15 +196,18 @@ class Session:
             for acquaintance in list(self.around.membership.known.values()):
                 self.around.transport.send(acquaintance.peer, self._heartbeat())
             try:
-                await asyncio.wait_for(self._beat_now.wait(), self.replica.timing.heartbeat_seconds)
+                await asyncio.wait_for(self._beat_now.wait(), self.replica.s.timing.heartbeat_seconds)
                 await asyncio.sleep(0.005)  # several reasons to beat at once are one
             except TimeoutError:
                 pass
 
     def _heartbeat(self) -> msg.Heartbeat:
-        return self.replica.heartbeat(
+        step = self.book.last_step_report
+        return msg.Heartbeat(
+            **self.replica.heartbeat_fields(),
+            step_batch=step.batch if step else 0,
+            step_seconds=step.seconds if step else 0.0,
             links=self.around.links.links_from(self.profile.peer),
-            step=self.book.last_step_report,
             sent_at=self.around.clock(),
         )
 
@@ -202,8 +220,7 @@ class Session:
                 self.around.transport.send(to, message)
             case ev.Note(kind, fields):
                 self.around.history(kind, fields)
-                if kind == "discard":
-                    self.book.discarded(fields["round"], fields["attempt"], fields["reason"])
+                self._observe_note(kind, fields)
             case ev.SaveDurable(durable):
                 await asyncio.to_thread(store.save_durable, durable)
             case ev.SaveHeld(held):
@@ -233,13 +250,22 @@ class Session:
             case ev.Halt(exit_code, reason):
                 self._finish(exit_code, reason)
 
+    def _observe_note(self, kind: str, fields: dict[str, Any]) -> None:
+        match kind:
+            case "discard":
+                self.around.observe(obs.RoundDiscarded(fields["round"], fields["attempt"], fields["reason"]))
+            case "join":
+                self.around.observe(obs.PeerJoined(fields["peer_id"], fields["peer_site"]))
+            case "lost":
+                self.around.observe(obs.PeerLost(fields["peer_id"], fields["peer_site"], fields["seconds"]))
+
     async def _append(self, update: Update) -> None:
         body = self._buffers(update)
         await asyncio.to_thread(self.around.store.append, update, body)
-        self._committed(update, body)
+        self._committed(update, body, self.replica.log.state)
 
-    def _committed(self, update: Update, body: list[Any]) -> None:
-        """`update` is in the log on disk: fold it when the worker comes to it."""
+    def _committed(self, update: Update, body: list[Any], state: LogState) -> None:
+        """`update` is in the log on disk, which then stands at `state`: fold it when the worker comes to it."""
         job = self.bench.job
         own = None
         if job is not None and job.plan.round <= update.round:
@@ -252,7 +278,7 @@ class Session:
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         final = update.round >= self.planning.final_round
         if final or update.round % self.planning.snapshot_every_rounds == 0:
-            self._save_snapshot(self.replica.log.state)
+            self._save_snapshot(state)
         if final:
             self.bench.put(ValidateAll(update.round))
         self._beat_now.set()
@@ -261,7 +287,7 @@ class Session:
         def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
             begun = time.perf_counter()
             try:
-                size = self.around.store.save_snapshot(state, anchor, momentum, residual, save_inner)
+                size = self.around.snapshots.write(state, anchor, momentum, residual, save_inner).size_bytes
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:
@@ -273,9 +299,8 @@ class Session:
         beats = [a.heartbeat for a in self.around.membership.known.values() if a.peer in need.members and a.heartbeat]
         if self.profile.peer in need.members:
             beats.append(self._heartbeat())
-        profiles = tuple(beat.profile for beat in beats if beat.profile is not None)
         try:
-            planned = ev.Planned(await asyncio.to_thread(self.planning.make, need, profiles, tuple(beats), self.replica.log.state))
+            planned = ev.Planned(await asyncio.to_thread(self.planning.make, need, tuple(beats), self.replica.log.state))
         except ValueError as error:
             planned = ev.Planned(None, str(error))
         self._put(planned)
@@ -301,24 +326,56 @@ class Session:
 
     async def _catch_up(self, wanted: ev.CatchUp) -> None:
         """By updates while the sources still have them; else by their newest snapshot, then updates."""
-        begun, first = self.around.clock(), self.replica.log.round + 1
-        updates: list[Update] = []
-        state: LogState | None = None
-        for round in range(first, wanted.round + 1):
+        begun, state = self.around.clock(), None
+        updates = await self._fetch_updates(self.replica.log.state, wanted)
+        if not updates:
+            state = await self._fetch_snapshot(wanted.sources)
+            if state is None:
+                self._put(ev.FetchFailed("catch_up", wanted.sources[0] if wanted.sources else ""))
+                return
+            updates = await self._fetch_updates(state, wanted)
+        reached = updates[-1].round if updates else (state.round if state else 0)
+        self.around.observe(obs.CaughtUpTo(reached, reached - self.replica.log.round, self.around.clock() - begun))
+        self._put(ev.CaughtUp(tuple(updates), state))
+
+    async def _fetch_updates(self, state: LogState, wanted: ev.CatchUp) -> list[Update]:
+        """What follows `state`, on disk and on its way into the anchor, as far as the sources have it and the chain holds."""
+        log, updates = RoundLog(state), []
+        for round in range(state.round + 1, wanted.round + 1):
             found = await self._fetcher.update(round, wanted.sources)
             if found is None:
                 break
-            updates.append(found[0])
-            self._bodies[found[0].body] = found[1]
-        if not updates:
-            self._put(ev.FetchFailed("update", wanted.sources[0] if wanted.sources else ""))
-            return
-        for update in updates:
-            body = self._buffers(update)
-            await asyncio.to_thread(self.around.store.append, update, body)
-            self._committed(update, body)
-        self.around.observe(obs.CaughtUpTo(updates[-1].round, len(updates), self.around.clock() - begun))
-        self._put(ev.CaughtUp(tuple(updates), state))
+            update, body = found
+            try:
+                log.append(update)
+            except BrokenChain as broken:
+                self.around.observe(obs.Warned("refused_bytes", f"round {round} as fetched does not follow: {broken}"))
+                break
+            await asyncio.to_thread(self.around.store.append, update, [body])
+            self._committed(update, [body], log.state)
+            updates.append(update)
+        return updates
+
+    async def _fetch_snapshot(self, sources: tuple[PeerId, ...]) -> LogState | None:
+        """The newest snapshot that a source offers, if it is ahead: on disk, and on its way into the anchor."""
+        found = await self._fetcher.manifest(sources)
+        if found is None:
+            return None
+        snapshots = self.around.snapshots
+        try:
+            manifest = snapshots.described(found[0])
+        except ValueError:
+            return None
+        if manifest.state.run != self.replica.log.run or manifest.state.round <= self.replica.log.round:
+            return None
+        receiver = await asyncio.to_thread(snapshots.receive, manifest)
+        others = [source for source in sources if source != found[1]]
+        if not await self._fetcher.snapshot(manifest.state.round, receiver, [found[1], *others]):
+            return None
+        await asyncio.to_thread(receiver.finish)
+        round = manifest.state.round
+        self.bench.put(AdoptState(round, lambda: snapshots.read_state(round)))
+        return manifest.state
 
     # ---------------------------------------------------------------- the exchange
 
@@ -433,6 +490,11 @@ class Session:
         if seen != self._seen_phase:
             self._seen_phase = seen
             self.around.observe(obs.PhaseChanged(*seen))
+        leads = (self.replica.term, self.replica.leader)
+        if leads != self._seen_leader:
+            self._seen_leader = leads
+            site = self.around.membership.site_of(self.replica.leader) if self.replica.leader else ""
+            self.around.observe(obs.LeaderChanged(self.replica.term.number, site, self.replica.is_leader))
 
 
 class _ExchangeEars:
