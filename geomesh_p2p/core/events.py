@@ -14,7 +14,7 @@ from typing import Any
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Message
-from geomesh_p2p.core.types import Contribution, Founding, Held, PeerId, Plan, Profile, Term, Update
+from geomesh_p2p.core.types import Contribution, Held, PeerId, Plan, Profile, Term, Update
 
 # ---------------------------------------------------------------- inputs
 

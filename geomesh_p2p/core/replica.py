@@ -1,0 +1,549 @@
+"""One peer's whole part in the protocol, as a pure state machine: `handle(event, now) -> actions`.
+
+It is put together from an election (core/election.py), a reign while this peer leads (core/leading.py), its part in a round
+(core/round.py) and catching up (core/behind.py), over one shared state (core/state.py). Here is what concerns them all:
+which part hears what, and what follows from a higher term, a commit, a wish to leave.
+
+The way of a round, in messages: plan -> (training, chunks) -> held report -> commit; the next plan follows its commit at once.
+Everything is driven by events. Ticks (`next_deadline`) only repeat what may have been lost, and give up what takes too long.
+
+Decisions:
+- Commits are sent before the leader's own append: a quorum has the update on disk, so the commit stands whatever happens.
+- If anything cannot be saved the peer stops (exit 75): it may have promised, in memory, what its disk does not know.
+- One committed digest against another for one round: the peer stops (exit 4) and names both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from geomesh_p2p.core import messages as m
+from geomesh_p2p.core.behind import Behind
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.election import Election, Won
+from geomesh_p2p.core.events import (
+    Action,
+    AppendCommit,
+    Assembled,
+    CaughtUp,
+    Durable,
+    Event,
+    ExchangeLost,
+    FetchedHeld,
+    FetchFailed,
+    LeaveWanted,
+    Planned,
+    Ready,
+    Received,
+    SaveFailed,
+    Tick,
+    Trained,
+)
+from geomesh_p2p.core.leading import Leading
+from geomesh_p2p.core.log import BrokenChain, RoundLog
+from geomesh_p2p.core.round import Member
+from geomesh_p2p.core.state import Seen, Settings, State, held_fields
+from geomesh_p2p.core.types import Held, PeerId, Plan, Term, Update
+
+__all__ = ["Replica", "Settings"]
+
+
+class Replica:
+    """The protocol of one peer. `log` is the replica's own from here on: it appends to it (read it, do not write it).
+
+    `durable` and `held` are what the folder remembers (`Durable(NO_TERM, False)` and None in a new one)."""
+
+    def __init__(self, me: PeerId, site: str, log: RoundLog, durable: Durable, held: Held | None, settings: Settings) -> None:
+        self.s = State(me, site, log, durable, held, settings)
+        self.election = Election(self.s)
+        self.member = Member(self.s, self._report)
+        self.behind = Behind(self.s)
+        self.leading: Leading | None = None
+        self.leave_by = float("inf")
+        self._started = False
+        if not settings.rules.on("held_survives"):
+            self.s.held = None
+
+    # -------------------------------------------------------------- the machine
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Actions, in the order in which the driver must carry them out."""
+        s = self.s
+        s.now, s.out = now, []
+        if s.halted:
+            return []
+        if not self._started:
+            self._started = True
+            s.note("start", round=s.round, digest=s.log.digest, term=s.term, held=held_fields(s.held))
+            self.election.start()
+        term = s.term
+        self._dispatch(event)
+        self._follow_up(term)
+        return s.out
+
+    def next_deadline(self) -> float:
+        """When a Tick is due at the latest, on the clock of `handle`."""
+        deadlines = [self.election.next_deadline(), self.member.next_deadline(), self.behind.next_deadline(), self.leave_by]
+        if self.leading is not None:
+            deadlines += [self.leading.next_deadline(), self._lease_end()]
+        if not self._started:
+            return self.s.now
+        return min(deadlines)
+
+    def _dispatch(self, event: Event) -> None:
+        s, member, leading = self.s, self.member, self.leading
+        match event:
+            case Received(sender, message):
+                if sender != s.me:
+                    self._receive(sender, message)
+            case Tick():
+                self._tick()
+            case Ready(profile):
+                s.profile = profile
+                if leading is not None:
+                    leading.heard()
+            case Planned(plan, reason):
+                if leading is not None:
+                    mine = leading.on_planned(plan, reason)
+                    if mine is not None:
+                        self._own_offer(mine)
+            case Trained():
+                finished = member.on_trained(event)
+                if finished is not None and leading is not None:
+                    leading.on_finished(s.me, finished)
+            case Assembled(plan, update):
+                if member.on_assembled(plan, update):
+                    self._overtaken()
+            case ExchangeLost(plan, peers):
+                self._exchange_lost(plan, peers)
+            case FetchedHeld(held):
+                if member.on_fetched(held):
+                    if leading is not None:
+                        leading.on_held()
+                    else:
+                        member.report_as(member.wanted_as)
+            case CaughtUp():
+                self._caught_up(event)
+            case FetchFailed(what, _):
+                if what == "catch_up":
+                    self.behind.failed()
+                else:
+                    member.wanted = None
+            case SaveFailed(reason):
+                s.halt(75, f"cannot save: {reason}; free the disk and start this peer again")
+            case LeaveWanted(reason):
+                self._want_to_leave(reason)
+
+    def _receive(self, sender: PeerId, message: m.Message) -> None:
+        s, member, leading = self.s, self.member, self.leading
+        match message:
+            case m.Heartbeat():
+                self._heartbeat(sender, message)
+            case m.VoteRequest():
+                if not message.pre or message.round > s.round:
+                    self._learn(sender, message.round, message.digest)
+                self.election.on_request(sender, message)
+                if not message.pre:
+                    self._higher(message.term)
+            case m.Vote():
+                self._learn(sender, message.round, message.digest)
+                self._higher(message.term)
+                self._won(self.election.on_vote(message, sender))
+            case m.PlanOffer(plan):
+                if self.election.heard_leader(sender, plan.term):
+                    self._learn(sender, plan.round - 1, plan.base)
+                    member.on_offer(sender, plan, self.election.leader)
+                else:
+                    self._refuse_lower(sender, plan.digest)
+            case m.PlanRefused():
+                self._learn(sender, message.round, message.digest)
+                if leading is not None:
+                    leading.on_refused(sender, message)
+                self._higher(message.term)
+            case m.Finished():
+                member.on_finished(sender, message)
+                if leading is not None:
+                    leading.on_finished(sender, message)
+            case m.Close(plan):
+                member.on_close(plan)
+            case m.Lost(plan, peers):
+                if leading is not None:
+                    leading.on_lost(sender, plan, peers)
+            case m.HeldReport():
+                self._learn(sender, message.round - 1, message.update.base)
+                if leading is not None:
+                    leading.on_report(sender, message)
+            case m.HoldAgain():
+                self._hold_again(sender, message)
+            case m.Commit():
+                self._commit_heard(sender, message)
+            case m.Leave():
+                if sender in s.peers:
+                    s.peers[sender].leaving = True
+            case _:
+                pass
+
+    def _follow_up(self, term: Term) -> None:
+        """What follows from the event for the other parts."""
+        s = self.s
+        if s.term != term:
+            self.member.on_new_term()
+        self._end_reign()
+        while self.leading is not None and self.leading.chosen is not None and not s.halted:
+            update = self.leading.chosen
+            for peer in s.others():
+                s.send(peer, m.Commit(s.term, update))
+            self._advance(update, "leader", s.term)
+            self._end_reign()
+        if self.behind.due() and not s.halted:
+            if self.leading is not None:
+                self.election.step_down(hold_back=False)
+                self._end_reign()
+            self.member.abandon("this peer is behind")
+            self.behind.start()
+        self._maybe_left()
+
+    def _tick(self) -> None:
+        s = self.s
+        for peer, seen in s.peers.items():
+            if not seen.silent and not s.alive(peer):
+                seen.silent, seen.ready_since = True, None
+                s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at)
+        self._won(self.election.tick())
+        self.member.tick()
+        if s.now >= self.member.overtaken_until:
+            self.member.overtaken_until = float("inf")
+            self.behind.now()
+        if self.leading is not None:
+            if s.now >= self._lease_end():
+                self.election.step_down(hold_back=False)
+            else:
+                self.leading.tick()
+
+    # -------------------------------------------------------------- leading
+
+    def _won(self, won: Won | None) -> None:
+        if won is not None:
+            self._end_reign()
+            self.leading = Leading(self.s, self.member, won)
+
+    def _higher(self, term: Term) -> None:
+        self._won(self.election.heard_higher(term))
+
+    def _end_reign(self) -> None:
+        """Leave the leader's part if this peer leads no more, or cannot go on leading."""
+        leading = self.leading
+        if leading is None:
+            return
+        if leading.failed:
+            self.election.step_down(hold_back=True)
+        if self.election.role == "leader" and leading.term == self.s.term and not leading.failed:
+            return
+        self.leading = None
+        plan = leading.plan
+        if plan is not None and leading.stage == "open":
+            reason = "stepped_down" if leading.term == self.s.term else "higher_term"
+            self.s.note("discard", round=plan.round, term=plan.term, attempt=plan.attempt, plan=plan.digest, reason=reason)
+
+    def _lease_end(self) -> float:
+        """When this leader must step down, unless a quorum is heard again before."""
+        s, leading = self.s, self.leading
+        assert leading is not None
+        if s.quorum([s.me]):
+            return float("inf")
+        lease = s.timing.lease_seconds
+        heard = sorted(((s.peers[peer].at if peer in s.peers else float("-inf")), peer) for peer in s.view if peer != s.me)
+        while heard and s.quorum([s.me, *(peer for _, peer in heard[1:])]):
+            heard.pop(0)
+        return max(leading.since, heard[0][0] if heard else float("inf")) + lease
+
+    def _own_offer(self, plan: Plan) -> None:
+        reason = self.member.on_offer(self.s.me, plan, self.s.me)
+        if reason and self.leading is not None:
+            refused = m.PlanRefused(plan.digest, self.s.term, self.s.me, self.s.round, self.s.log.digest, reason)
+            self.leading.on_refused(self.s.me, refused)
+
+    def _report(self, report: m.HeldReport) -> None:
+        leader = self.election.leader or report.term.candidate
+        if leader == self.s.me:
+            if self.leading is not None:
+                self.leading.on_report(self.s.me, report)
+        elif leader:
+            self.s.send(leader, report)
+
+    def _exchange_lost(self, plan: Digest, peers: tuple[PeerId, ...]) -> None:
+        if not self.member.current(plan):
+            return
+        if self.member.overtaken is not None:
+            self.behind.now()
+        elif self.leading is not None:
+            self.leading.on_lost(self.s.me, plan, peers)
+        elif self.election.leader:
+            self.s.send(self.election.leader, m.Lost(plan, peers))
+
+    # -------------------------------------------------------------- what others say
+
+    def _heartbeat(self, sender: PeerId, beat: m.Heartbeat) -> None:
+        s = self.s
+        seen = s.peers.get(sender)
+        if seen is None:
+            seen = s.peers[sender] = Seen(beat, s.now)
+        seen.beat, seen.at, seen.silent = beat, s.now, False
+        if beat.ready and beat.trains and seen.ready_since is None:
+            seen.ready_since = s.now
+            s.note("join", peer_id=sender, peer_site=beat.site)
+        if beat.leader == sender:
+            if self.election.heard_leader(sender, beat.term):
+                seen.leaving = seen.leaving or beat.leaving
+        elif sender == self.election.leader:
+            self.election.leader_gone()
+        self._higher(beat.term)
+        self._learn(sender, beat.round, beat.digest)
+        if self.leading is not None:
+            if beat.round == s.round - 1 and s.last_update is not None:
+                s.send(sender, m.Commit(s.term, s.last_update))
+            self.leading.heard()
+
+    def _learn(self, peer: PeerId, round: int, digest: Digest) -> None:
+        soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None
+        self.behind.learn(peer, round, digest, soon)
+
+    def _refuse_lower(self, sender: PeerId, plan: Digest) -> None:
+        """Tell the leader of a past term which term is known here."""
+        s = self.s
+        s.send(sender, m.PlanRefused(plan, s.term, self.election.leader, s.round, s.log.digest, "a higher term"))
+
+    def _hold_again(self, sender: PeerId, message: m.HoldAgain) -> None:
+        s = self.s
+        if not self.election.heard_leader(sender, message.term):
+            self._refuse_lower(sender, b"")
+            return
+        update = message.held.update
+        self._learn(sender, update.round - 1, update.base)
+        if update.round == s.round + 1 and update.base == s.log.digest and not s.catching_up:
+            self.member.on_hold_again(sender, message)
+
+    def _commit_heard(self, sender: PeerId, commit: m.Commit) -> None:
+        s, update = self.s, commit.update
+        self._learn(sender, update.round - 1, update.base)
+        if update.round != s.round + 1 or s.catching_up or s.halted:
+            self._learn(sender, update.round, update.digest)
+            return
+        held = s.held_next()
+        assembled = self.member.assembled
+        if (held is not None and held.update.seal == update.seal) or (assembled is not None and assembled.seal == update.seal):
+            self._advance(update, "message", commit.term)
+        elif self.member.assembling(update):
+            self.member.wait_for_assembly(sender, commit)
+        elif update.body_bytes == 0:
+            s.save_held(Held(commit.term, 0, b"", update))
+            self._advance(update, "message", commit.term)
+        else:
+            self.behind.learn(sender, update.round, update.digest, soon=False)
+
+    def _overtaken(self) -> None:
+        """The exchange has brought the update whose commit came before it."""
+        waiting, assembled = self.member.overtaken, self.member.assembled
+        assert waiting is not None
+        assert assembled is not None
+        sender, commit = waiting
+        if assembled.seal == commit.update.seal:
+            self._advance(commit.update, "message", commit.term)
+        else:
+            self.behind.learn(sender, commit.update.round, commit.update.digest, soon=False)
+
+    # -------------------------------------------------------------- the log grows
+
+    def _advance(self, update: Update, by: str, term: Term) -> None:
+        """`update` is committed: append it and begin the next round."""
+        s = self.s
+        self.member.before_commit(update)
+        try:
+            s.log.append(update)
+        except BrokenChain as broken:
+            s.halt(4, f"the committed update of round {update.round} cannot be appended: {broken}")
+            return
+        s.out.append(AppendCommit(update))
+        self._appended(update, by, term)
+        if self.leading is not None:
+            self.leading.committed(update)
+        self._next_offer()
+
+    def _appended(self, update: Update, by: str, term: Term | None) -> None:
+        s = self.s
+        s.note("commit", **commit_fields(update), term=term, committed_by=by)
+        if s.held is not None and s.held.update.round <= update.round:
+            s.held = None
+        s.last_update = update
+        self.member.reset()
+
+    def _next_offer(self) -> None:
+        offer, self.member.next_offer = self.member.next_offer, None
+        if offer is not None and self.election.heard_leader(offer[0], offer[1].term):
+            self._learn(offer[0], offer[1].round - 1, offer[1].base)
+            self.member.on_offer(offer[0], offer[1], self.election.leader)
+
+    def _caught_up(self, event: CaughtUp) -> None:
+        s = self.s
+        s.catching_up = False
+        if event.state is not None and event.state.round > s.round:
+            s.log = RoundLog(event.state)
+            s.note("adopt", round=s.round, digest=s.log.digest, view=s.view)
+        for update in event.updates:
+            if update.round > s.round:
+                try:
+                    s.log.append(update)
+                except BrokenChain as broken:
+                    s.halt(4, f"the update of round {update.round} that was fetched cannot be appended: {broken}")
+                    return
+                self._appended(update, "catch_up", None)
+            elif s.log.digest_of(update.round) not in (None, update.digest):
+                s.diverged(update.round, update.digest, "")
+        if s.held is not None and s.held.update.round <= s.round:
+            s.held = None
+        self._next_offer()
+
+    # -------------------------------------------------------------- leaving
+
+    def _want_to_leave(self, reason: str) -> None:
+        s = self.s
+        if s.leaving:
+            return
+        s.leaving, self.leave_by = reason or "asked to", s.now + s.timing.leave_seconds
+        s.note("leave", reason=s.leaving)
+        for peer in s.others():
+            s.send(peer, m.Leave(s.leaving))
+        if self.leading is not None:
+            self.leading.heard()
+
+    def _maybe_left(self) -> None:
+        """Leave once nobody needs this peer: it is no voter and the voters know it, or nobody stays, or time is up."""
+        s = self.s
+        if not s.leaving or s.halted:
+            return
+        done = s.settings.final_round is not None and s.round >= s.settings.final_round
+        voters = [peer for peer in s.view if peer != s.me and s.alive(peer)]
+        nobody_stays = all(s.peers[peer].leaving or s.peers[peer].beat.leaving for peer in voters)
+        told = s.quorum(peer for peer in voters if s.peers[peer].beat.round >= s.round)
+        gone = s.me not in s.view and self.member.plan is None and told
+        if done or nobody_stays or gone or s.now >= self.leave_by:
+            s.halt(0, f"left: {s.leaving}")
+
+    # -------------------------------------------------------------- what can be seen from outside
+
+    @property
+    def log(self) -> RoundLog:
+        return self.s.log
+
+    @property
+    def term(self) -> Term:
+        return self.s.term
+
+    @property
+    def leader(self) -> PeerId:
+        """Whom this peer follows; empty if nobody."""
+        return self.election.leader
+
+    @property
+    def is_leader(self) -> bool:
+        return self.leading is not None
+
+    @property
+    def round(self) -> int:
+        return self.s.round
+
+    @property
+    def digest(self) -> Digest:
+        return self.s.log.digest
+
+    @property
+    def view(self) -> tuple[PeerId, ...]:
+        return self.s.view
+
+    @property
+    def held(self) -> Held | None:
+        return self.s.held
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan this peer has accepted for the next round, in this life."""
+        return self.member.plan
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        return () if self.member.plan is None else self.member.plan.peers
+
+    @property
+    def halted(self) -> bool:
+        return self.s.halted
+
+    @property
+    def phase(self) -> str:
+        """One of observations.PHASES."""
+        s, member = self.s, self.member
+        if s.catching_up:
+            return "catch_up"
+        if member.plan is not None:
+            if member.assembled is not None or s.held_rank()[0] == member.plan.term:
+                return "commit"
+            if member.own_finished is None:
+                return "training"
+            return "exchange" if len(member.finished) == len(member.plan.members) else "straggler_idle"
+        if s.leaving:
+            return "leaving"
+        if s.profile is None and s.settings.trains:
+            return "starting"
+        if self.leading is not None:
+            return "planning"
+        return "idle" if s.me in s.view or not s.settings.trains else "joining"
+
+    @property
+    def waiting_for(self) -> str:
+        """For whom or what this peer waits, in words; empty if it waits for nothing but its own work."""
+        s, member = self.s, self.member
+        if s.catching_up:
+            return f"the updates up to round {self.behind.round}"
+        if self.leading is not None and self.leading.waiting:
+            return self.leading.waiting
+        if not self.election.leader:
+            missing = [peer for peer in s.view if not s.alive(peer)]
+            return f"a leader; voters not heard: {s.sites(missing)}" if missing else "a leader to be elected"
+        if member.plan is None:
+            return f"a plan of {s.site_of(self.election.leader)}"
+        if self.phase == "straggler_idle":
+            return f"the contributions of {s.sites(peer for peer in member.plan.peers if peer not in member.finished)}"
+        return {"exchange": "the exchange", "commit": f"the commit of {s.site_of(self.election.leader)}"}.get(self.phase, "")
+
+    def heartbeat_fields(self) -> dict[str, Any]:
+        """The replica's part of a Heartbeat."""
+        s = self.s
+        return {
+            "site": s.site,
+            "term": s.term,
+            "leader": self.election.leader,
+            "round": s.round,
+            "digest": s.log.digest,
+            "phase": self.phase,
+            "trains": s.settings.trains,
+            "ready": s.ready,
+            "leaving": bool(s.leaving),
+            "profile": s.profile,
+        }
+
+
+def commit_fields(update: Update) -> dict[str, Any]:
+    """What a history line of kind commit says of the update."""
+    return {
+        "round": update.round,
+        "digest": update.digest,
+        "base": update.base,
+        "seal": update.seal,
+        "view": update.voters,
+        "contributors": [
+            {"site": c.site, "peer": c.peer, "tokens": c.tokens, "ranges": c.ranges, "payload": c.payload}
+            for c in update.contributors
+        ],
+        "topology": update.topology,
+        "shares": update.shares,
+        "body": update.body,
+    }
