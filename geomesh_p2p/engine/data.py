@@ -119,7 +119,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 # ---------------------------------------------------------------- from documents to a corpus
 
 
-def load_corpus(section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int, cache: Path | None = None) -> Corpus:
+def load_corpus(
+    section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int, cache: Path | None = None
+) -> Corpus:
     """Read, tokenise, pack and split. With `cache`, the tokens are kept there and mapped from disk (shared by processes).
 
     Raises DataError: a file that cannot be used, or too little text, with the numbers.
@@ -182,7 +184,7 @@ def _split(
         size += len(parts[index])
     if size < needed or size > total * LARGEST_HELD_OUT_SHARE:
         raise DataError(
-            f"dataset: {numbers}; validation needs {needed:,} tokens in whole documents, which would hold out {size:,} of them. "
+            f"dataset: {numbers}; validation needs {needed:,} in whole documents, which would hold out {size:,}. "
             "Give more text, or lower dataset.validation_sequences or model.sequence_length"
         )
     train = np.concatenate([part for index, part in enumerate(parts) if index not in held])
@@ -207,7 +209,9 @@ def _keep(folder: Path, train: Tokens, held_out: Tokens) -> None:
             if not folder.is_dir():
                 raise
     except OSError as error:
-        raise DataError(f"{folder}: tokens cannot be kept there ({error.strerror or error}); free space, or choose another folder") from None
+        raise DataError(
+            f"{folder}: tokens cannot be kept there ({error.strerror or error}); free space, or choose another folder"
+        ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

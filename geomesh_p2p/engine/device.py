@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -178,10 +179,10 @@ def read_profile(path: Path, parameters: int, sequence_length: int) -> tuple[Bat
         raise DataError(f"device.profile: {path} is no profile ({error}); write it anew with `geomesh profile`") from None
     if measured != (parameters, sequence_length):
         raise ConfigError(
-            f"device.profile: {path} is of {measured[0]:,} parameters and sequences of {measured[1]}, the run has {parameters:,} "
-            f"and {sequence_length}; write it anew with `geomesh profile`"
+            f"device.profile: {path} is of {measured[0]:,} parameters and sequences of {measured[1]}, "
+            f"the run has {parameters:,} and {sequence_length}; write it anew with `geomesh profile`"
         )
-    if not curve or any(a.batch >= b.batch for a, b in zip(curve, curve[1:], strict=False)) or min(p.seconds for p in curve) <= 0:
+    if not curve or any(a.batch >= b.batch for a, b in pairwise(curve)) or min(point.seconds for point in curve) <= 0:
         raise DataError(f"device.profile: {path}: the curve must ascend in batch, with seconds above 0; write it anew")
     return curve
 
@@ -211,7 +212,9 @@ def time_scale_for(tokens_per_second: float, emulations: Sequence[EmulationSecti
     The fastest of the N gets EMULATED_SHARE / N of that rate at its largest batch; the others follow in proportion.
     """
     if tokens_per_second <= 0 or not emulations:
-        raise ValueError(f"a time scale needs a rate above 0 and at least one device, not {tokens_per_second} and {len(emulations)}")
+        raise ValueError(
+            f"a time scale needs a rate above 0 and at least one device, not {tokens_per_second} and {len(emulations)}"
+        )
     fastest = max(e.max_batch * sequence_length / emulated_seconds(e, 1.0, e.max_batch) for e in emulations)
     return fastest / (EMULATED_SHARE * tokens_per_second / len(emulations))
 

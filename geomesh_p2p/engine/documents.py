@@ -10,7 +10,6 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from typing import IO
 
 from geomesh_p2p.config import DatasetSection
 from geomesh_p2p.errors import DataError
@@ -40,21 +39,25 @@ def _files(section: DatasetSection) -> list[str]:
     for pattern in section.paths:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
-            raise DataError(f"dataset.paths: {pattern!r} is a folder; name its files, for instance {os.path.join(pattern, '*')!r}")
-        matches = [expanded] if os.path.isfile(expanded) else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
+            raise DataError(
+                f"dataset.paths: {pattern!r} is a folder; name its files, for instance {os.path.join(pattern, '*')!r}"
+            )
+        matches = (
+            [expanded] if os.path.isfile(expanded) else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
+        )
         if not matches:
             raise DataError(f"dataset.paths: no file matches {pattern!r}; correct the path, or mend the pattern")
         found.update(dict.fromkeys(matches))
     return list(found)
 
 
-def _open(path: str) -> IO[bytes]:
+def _open(path: str) -> io.BufferedReader:
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return io.BufferedReader(gzip.open(path, "rb"))
     if path.endswith(".zst"):
         import zstandard
 
-        return zstandard.open(path, "rb")
+        return io.BufferedReader(zstandard.open(path, "rb"))
     return open(path, "rb")
 
 
@@ -63,7 +66,8 @@ def _lines(path: str) -> Iterator[str]:
     number = 0
     try:
         with _open(path) as stream:
-            for number, line in enumerate(io.BufferedReader(stream) if path.endswith(".zst") else stream, 1):
+            for line in stream:
+                number += 1
                 yield line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
@@ -71,7 +75,9 @@ def _lines(path: str) -> Iterator[str]:
             "convert it, for instance with: iconv -f latin1 -t utf-8"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); check the file and its permissions") from None
+        raise DataError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); check the file and its permissions"
+        ) from None
     except Exception as error:  # zstandard's own error type, known only where zstandard is imported
         if type(error).__name__ != "ZstdError":
             raise
@@ -124,7 +130,9 @@ def _python_stdlib() -> Iterator[str]:
             if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES)
         ]
     if not found:
-        raise DataError(f"dataset.source python-stdlib: no source files under {root}; use dataset.source = \"text\" with files of your own")
+        raise DataError(
+            f'dataset.source python-stdlib: no source files under {root}; use dataset.source = "text" with files of your own'
+        )
     for relative in sorted(found, key=lambda path: path.split(os.sep)):
         try:
             with open(os.path.join(root, relative), encoding="utf-8", newline="") as stream:

@@ -165,10 +165,14 @@ class TorchEngine:
                 metadata = stream.metadata() or {}
                 tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, safetensors.SafetensorError) as error:
-            raise DataError(f"{path}: no usable inner state ({error}); delete it to start this site's inner state anew") from None
+            raise DataError(
+                f"{path}: no usable inner state ({error}); delete it to start this site's inner state anew"
+            ) from None
         if metadata.get("format") != _STATE_FORMAT or metadata.get("layout") != self.layout.digest.hex():
             raise DataError(f"{path}: the inner state of another model; delete it to start this site's inner state anew")
-        self.loop.load_state({name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")})
+        self.loop.load_state(
+            {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+        )
         torch.set_rng_state(tensors["random.cpu"])
         if self.device.type == "cuda" and "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"], self.device)

@@ -51,7 +51,9 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                parts = zip(*(tensor.split(LION_CHUNK) for tensor in (parameter, parameter.grad, state["exp_avg"])), strict=True)
+                parts = zip(
+                    *(tensor.split(LION_CHUNK) for tensor in (parameter, parameter.grad, state["exp_avg"])), strict=True
+                )
                 for weights, grad, momentum in parts:
                     direction = torch.lerp(momentum, grad, 1 - first).sign_()
                     weights.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
@@ -109,7 +111,9 @@ class InnerLoop:
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors by name (not copies); empty before the first step."""
         return {
-            f"{index}.{key}": value for index, part in enumerate(self._parts) for key, value in self.optimizer.state[part].items()
+            f"{index}.{key}": value
+            for index, part in enumerate(self._parts)
+            for key, value in self.optimizer.state[part].items()
         }
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -117,13 +121,17 @@ class InnerLoop:
         wanted = {"exp_avg", "exp_avg_sq", "step"} if self.settings.optimizer == "adamw" else {"exp_avg"}
         expected = {f"{index}.{key}" for index in range(len(self._parts)) for key in wanted}
         if tensors and set(tensors) != expected:
-            raise DataError(f"inner state: it is not one of {self.settings.optimizer} on this model; start this site's inner state anew")
+            raise DataError(
+                f"inner state: it is not one of {self.settings.optimizer} on this model; start this site's inner state anew"
+            )
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             index, key = name.split(".", 1)
             part = self._parts[int(index)]
             if key != "step" and tensor.shape != part.shape:
-                raise DataError(f"inner state: {name} has {tensor.numel():,} numbers, the model {part.numel():,}; it is of another model")
+                raise DataError(
+                    f"inner state: {name} has {tensor.numel():,} numbers, the model {part.numel():,}; it is of another model"
+                )
             self.optimizer.state[part][key] = tensor.to(part.device).clone()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,7 +110,7 @@ def flatten(module: torch.nn.Module, vocabulary: int, granularity: Granularity =
 
     segments: list[tuple[int, int, bool]] = []
     start = 0
-    for name, parameter in trainable:
+    for _, parameter in trainable:
         stop = start + parameter.numel()
         flat[start:stop].copy_(parameter.detach().reshape(-1))
         parameter.data = flat[start:stop].view(parameter.shape)
@@ -176,7 +177,7 @@ def _configuration(section: ModelSection, vocabulary: int) -> Any:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < section.sequence_length:
         raise ConfigError(
-            f"model.sequence_length is {section.sequence_length}, but {section.path!r} has {longest} positions; give at most {longest}"
+            f"model.sequence_length is {section.sequence_length}, but {section.path!r} has only {longest} positions"
         )
     return config
 
@@ -206,10 +207,11 @@ def _llama(section: ModelSection, vocabulary: int) -> Any:
     )
 
 
-def _module(section: ModelSection, config: Any, weights: bool = True) -> torch.nn.Module:
+def _module(section: ModelSection, config: Any, weights: bool = True) -> Any:
+    """The module that `section` means; with `weights`, a pretrained one has its own."""
     from transformers import AutoModelForCausalLM
 
-    def load(path: str) -> torch.nn.Module:
+    def load(path: str) -> Any:
         if section.pretrained and weights:
             return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -217,7 +219,7 @@ def _module(section: ModelSection, config: Any, weights: bool = True) -> torch.n
     return _from_path(section.path, "model.path", load) if section.path else load("")
 
 
-def _from_path(path: str, key: str, load: Any) -> Any:
+def _from_path(path: str, key: str, load: Callable[[str], Any]) -> Any:
     """`load(path)` with one plain line for what usually goes wrong."""
     path = os.path.expanduser(path)
     if not os.path.exists(path) and (path.startswith((".", "/")) or not _HUB_ID.match(path)):

@@ -44,8 +44,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _from_json(os.path.join(path, "tokenizer.json"))
     if os.path.isfile(path):
         return _from_json(path)
-    if not os.path.exists(path) and (name.startswith((".", "/", "~")) or name.endswith(".json") or not re.match(r"^[\w.-]+(/[\w.-]+)?$", name)):
-        raise DataError(f"dataset.tokenizer: no such file or folder: {name!r}; give `bytes`, a tokenizer.json, its folder or a hub id")
+    if not os.path.exists(path) and (
+        name.startswith((".", "/", "~")) or name.endswith(".json") or not re.match(r"^[\w.-]+(/[\w.-]+)?$", name)
+    ):
+        raise DataError(
+            f"dataset.tokenizer: no such file or folder: {name!r}; give `bytes`, a tokenizer.json, its folder or a hub id"
+        )
     return _from_transformers(path if os.path.isdir(path) else name)
 
 
@@ -59,7 +63,9 @@ def _from_json(path: str) -> Tokenizer:
     try:
         fast = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"dataset.tokenizer: {path}: not a tokenizer.json ({_first_line(error)}); give one that `tokenizers` wrote") from None
+        raise DataError(
+            f"dataset.tokenizer: {path}: not a tokenizer.json ({_first_line(error)}); give one that `tokenizers` wrote"
+        ) from None
     return _wrap(fast, None)
 
 
