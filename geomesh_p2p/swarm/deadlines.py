@@ -42,6 +42,14 @@ class Waiting:
     misses: int
 
 
+@dataclass(frozen=True)
+class Missed:
+    """No byte of a stream of `peer` for `silent_seconds`, whoever was asked."""
+
+    peer: PeerId
+    silent_seconds: float
+
+
 class Due:
     """A stream that is due, from the moment that its owner is known to have made it.
 
@@ -52,7 +60,7 @@ class Due:
     def __init__(self, owner: PeerId, others: tuple[PeerId, ...], patience_seconds: float, growth: float, now: float) -> None:
         self.owner = owner
         self.misses = 0
-        self.since = now
+        self.since = self.silent_since = now
         self.blocked_by: tuple[PeerId, ...] = ()
         self._others = others
         self._patience = patience_seconds
@@ -70,6 +78,7 @@ class Due:
         return min(self._deadline, self._nudge_at)
 
     def progressed(self, now: float) -> None:
+        self.silent_since = now
         self._wait(now)
         self._untried = []
         self._nudge_at = float("inf")

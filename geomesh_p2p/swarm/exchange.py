@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkMissing, ChunkWanted, PartHeader
 from geomesh_p2p.core.ports import Transport, Vector
 from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range
 from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Incoming, Ranges, StreamKey
-from geomesh_p2p.swarm.deadlines import Due, ExchangeLimits, Waiting
+from geomesh_p2p.swarm.deadlines import Due, ExchangeLimits, Missed, Waiting
 from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 from geomesh_p2p.swarm.gather import Gather
 from geomesh_p2p.swarm.inbox import ExchangeInbox, ExchangeMessage
@@ -31,8 +31,8 @@ from geomesh_p2p.swarm.offload import Offload, in_thread, inline
 from geomesh_p2p.swarm.reduce import Reduce, ShareMean
 
 __all__ = [
-    "Assembly", "Exchange", "ExchangeCallbacks", "ExchangeCodec", "ExchangeInbox", "ExchangeLimits", "ExchangeMessage", "Progress",
-     "Waiting", "in_thread", "inline",
+    "Assembly", "Exchange", "ExchangeCodec", "ExchangeInbox", "ExchangeLimits", "ExchangeListener", "ExchangeMessage", "Missed",
+    "Progress", "Waiting", "in_thread", "inline",
 ]  # fmt: skip
 
 MAX_GAPS = 64
@@ -63,25 +63,28 @@ class Progress:
     remaining_seconds: float | None
 
 
-def _ignore(*_: object) -> None: ...
+class ExchangeListener(Protocol):
+    """Is told from within the event loop. Must not block, and must not await the exchange's stop()."""
 
+    def assembled(self, assembly: Assembly) -> None:
+        """The body is whole: exactly once, unless the exchange is stopped before."""
+        ...
 
-@dataclass(frozen=True)
-class ExchangeCallbacks:
-    """Called from within the event loop; must not block.
+    def lost(self, missed: tuple[Missed, ...]) -> None:
+        """These peers' bytes are overdue, whoever was asked. Repeated at every further deadline."""
+        ...
 
-    assembled  the body is whole: exactly once, unless the exchange is stopped before
-    lost       these peers' bytes are overdue, whoever was asked; repeated at every further deadline (`waiting()` says since when)
-    unequal    these reducers averaged other contributions than this peer knows of: nothing will be assembled
-    refused    this peer sent something that is refused by rule, and what
-    failed     a bug: the exchange has ended
-    """
+    def unequal(self, peers: tuple[PeerId, ...]) -> None:
+        """These reducers averaged other contributions than this peer knows of: nothing will be assembled."""
+        ...
 
-    assembled: Callable[[Assembly], None]
-    lost: Callable[[tuple[PeerId, ...]], None]
-    unequal: Callable[[tuple[PeerId, ...]], None] = _ignore
-    refused: Callable[[PeerId, str], None] = _ignore
-    failed: Callable[[BaseException], None] = _ignore
+    def refused(self, peer: PeerId, reason: str) -> None:
+        """`peer` sent something that is refused by rule."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A bug: the exchange has ended."""
+        ...
 
 
 class _Stored(NamedTuple):
@@ -105,7 +108,7 @@ class Exchange:
         transport: Transport,
         codec: ExchangeCodec,
         limits: ExchangeLimits,
-        callbacks: ExchangeCallbacks,
+        listener: ExchangeListener,
         offload: Offload = in_thread,
     ) -> None:
         if plan.of(me) is None:
@@ -117,7 +120,7 @@ class Exchange:
         self._transport = transport
         self._codec = codec
         self._limits = limits
-        self._tell = callbacks
+        self._listener = listener
         self._offload = offload
         self._streams: Gather | Reduce = (Reduce if plan.topology == "reduce" else Gather)(me, plan, codec)
         others = sorted((peer for peer in plan.peers if peer != me), key=lambda peer: limits.rates.get(peer, float("inf")))
@@ -148,20 +151,16 @@ class Exchange:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"exchange of round {self.plan.round}")
         self._task.add_done_callback(self._ended)
 
-    def stop(self, reason: str) -> None:
-        """End, whatever the state: buffers are let go of now, tasks end with the loop's next turn (see `closed`)."""
+    async def stop(self, reason: str) -> None:
+        """End, whatever the state: no task and no buffer is left when this returns."""
         self._stopped = True
-        if self._task is not None:
-            self._task.cancel(reason)
         for held in (self._incoming, self._stored, self._headers, self._due, self._known, self._relays):
             held.clear()
         for lane in self._lanes.values():
             lane.clear()
         self._own_payload = self._part_residual = None
-
-    async def closed(self) -> None:
-        """Returns when no task of a stopped exchange is left."""
         if self._task is not None:
+            self._task.cancel(reason)
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
@@ -174,7 +173,7 @@ class Exchange:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._tell.failed(error)
+            self._listener.failed(error)
 
     # ------------------------------------------------------------ contributions
 
@@ -373,7 +372,7 @@ class Exchange:
         others = {self.plan.peers[share] for share, header in self._headers.items() if header.contributions != ours}
         if others - self._unequal:
             self._unequal |= others
-            self._tell.unequal(tuple(sorted(self._unequal)))
+            self._listener.unequal(tuple(sorted(self._unequal)))
 
     # ------------------------------------------------------------ asking and giving
 
@@ -425,7 +424,7 @@ class Exchange:
 
     def _refuse(self, peer: PeerId, reason: str) -> None:
         self.refusals[reason] += 1
-        self._tell.refused(peer, reason)
+        self._listener.refused(peer, reason)
 
     # ------------------------------------------------------------ deadlines
 
@@ -462,15 +461,16 @@ class Exchange:
             # nothing that becomes due while this sleeps has its deadline before it wakes
             nearest = min((due.next_at for due in self._due.values()), default=float("inf"))
             await asyncio.sleep(max(0.0, min(self._patience / 4, nearest - self._now)))
-            lost: set[PeerId] = set()
+            missed: dict[PeerId, float] = {}
             for key, due in self._due.items():
                 misses = due.misses
                 if asked := due.check(self._now):
                     self._ask(asked, key, self._streams.inbound(key), self._incoming.get(key))
                 if due.misses > misses and due.misses >= self._limits.misses_until_lost:
-                    lost.update(set(due.blocked_by or (due.owner,)) - {self._me})
-            if lost:
-                self._tell.lost(tuple(sorted(lost)))
+                    for peer in set(due.blocked_by or (due.owner,)) - {self._me}:
+                        missed[peer] = max(missed.get(peer, 0.0), self._now - due.silent_since)
+            if missed:
+                self._listener.lost(tuple(Missed(peer, seconds) for peer, seconds in sorted(missed.items())))
 
     def waiting(self) -> tuple[Waiting, ...]:
         """For whom and what this peer waits, since when, and how long still."""
@@ -495,7 +495,7 @@ class Exchange:
         await self._until(lambda: not self._unequal)
         size = sum(buffer.size for buffer in body)
         part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None
-        self._tell.assembled(Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part))
+        self._listener.assembled(Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part))
 
     async def _reduce_share(self, contributors: tuple[Contribution, ...]) -> Vector | None:
         """Average the own share, answer with the part. Returns the mean if a residual has to be made of it."""

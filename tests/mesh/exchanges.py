@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.messages import Finished
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import Assignment, Contribution, Plan, Range, Term
-from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCallbacks, ExchangeCodec, ExchangeLimits, inline
+from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCodec, ExchangeLimits, Missed, inline
 from geomesh_p2p.swarm.memory import Network
 
 LAYOUT = Layout((Tensor("embedding", 640, 40), Tensor("matrix", 4000), Tensor("norm", 37)))
@@ -61,28 +60,34 @@ def contribution_of(plan: Plan, index: int, payload: np.ndarray | None) -> Contr
     )
 
 
-@dataclass
 class Heard:
-    """What one exchange told its owner."""
+    """An ExchangeListener that remembers what it was told."""
 
-    assembled: list[Assembly] = field(default_factory=list)
-    lost: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
-    unequal: list[tuple[str, ...]] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    failed: list[BaseException] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.all_assembled: list[Assembly] = []
+        self.lost_at: list[tuple[float, tuple[Missed, ...]]] = []
+        self.all_unequal: list[tuple[str, ...]] = []
+        self.all_refused: list[tuple[str, str]] = []
+        self.all_failed: list[BaseException] = []
 
     @property
     def lost_peers(self) -> set[str]:
-        return {peer for _, peers in self.lost for peer in peers}
+        return {missed.peer for _, each in self.lost_at for missed in each}
 
-    def callbacks(self) -> ExchangeCallbacks:
-        return ExchangeCallbacks(
-            assembled=self.assembled.append,
-            lost=lambda peers: self.lost.append((asyncio.get_running_loop().time(), peers)),
-            unequal=self.unequal.append,
-            refused=lambda peer, reason: self.refused.append((peer, reason)),
-            failed=self.failed.append,
-        )
+    def assembled(self, assembly: Assembly) -> None:
+        self.all_assembled.append(assembly)
+
+    def lost(self, missed: tuple[Missed, ...]) -> None:
+        self.lost_at.append((asyncio.get_running_loop().time(), missed))
+
+    def unequal(self, peers: tuple[str, ...]) -> None:
+        self.all_unequal.append(peers)
+
+    def refused(self, peer: str, reason: str) -> None:
+        self.all_refused.append((peer, reason))
+
+    def failed(self, error: BaseException) -> None:
+        self.all_failed.append(error)
 
 
 class Mesh:
@@ -117,18 +122,17 @@ class Mesh:
 
     async def __aexit__(self, *_: object) -> None:
         for exchange in self.exchanges:
-            exchange.stop("end of the test")
-            await exchange.closed()
+            await exchange.stop("end of the test")
             assert exchange.buffered_bytes == 0
         for transport in self.transports:
             await transport.stop()
         await asyncio.sleep(0)
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-        assert [error for heard in self.heard for error in heard.failed] == []
+        assert [error for heard in self.heard for error in heard.all_failed] == []
 
     def new_exchange(self, index: int) -> Exchange:
         me = self.plan.peers[index]
-        return Exchange(me, self.plan, self.transports[index], self.codec, self.limits, self.heard[index].callbacks(), inline)
+        return Exchange(me, self.plan, self.transports[index], self.codec, self.limits, self.heard[index], inline)
 
     def _receiver(self, index: int) -> Any:
         def receive(sender: str, message: Any) -> None:
@@ -158,9 +162,9 @@ class Mesh:
             self.finish(index)
 
     def crash(self, index: int) -> None:
+        """As after kill -9: its exchange goes on talking to nobody, and is stopped with the others."""
         self.crashed.add(index)
         self.network.crash(self.plan.peers[index])
-        self.exchanges[index].stop("crashed")
 
     @property
     def survivors(self) -> list[int]:
@@ -173,10 +177,10 @@ class Mesh:
             await asyncio.sleep(0.01)
 
     async def all_assembled(self, limit_seconds: float = 300.0) -> None:
-        await self.until(lambda: all(self.heard[index].assembled for index in self.survivors), limit_seconds)
+        await self.until(lambda: all(self.heard[index].all_assembled for index in self.survivors), limit_seconds)
 
     def body(self, index: int) -> bytes:
-        (assembly,) = self.heard[index].assembled
+        (assembly,) = self.heard[index].all_assembled
         body = b"".join(bytes(buffer) for buffer in assembly.body)
         assert digest_bytes(body) == assembly.body_digest
         assert len(body) == assembly.body_bytes

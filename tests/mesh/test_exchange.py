@@ -36,7 +36,7 @@ def assert_all_equal(mesh: Mesh) -> None:
     names = tuple(c.payload for c in mesh.contributions if not c.abstains)
     for index in mesh.survivors:
         assert mesh.body(index) == body
-        assert tuple(c.payload for c in mesh.heard[index].assembled[0].contributors) == names
+        assert tuple(c.payload for c in mesh.heard[index].all_assembled[0].contributors) == names
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -48,7 +48,7 @@ def test_every_member_assembles_the_mean_of_all(topology: str, count: int) -> No
             mesh.finish_all()
             await mesh.all_assembled()
             assert_all_equal(mesh)
-            assert all(not heard.lost and not heard.refused for heard in mesh.heard)
+            assert all(not heard.lost_at and not heard.all_refused for heard in mesh.heard)
 
     run_virtual(main())
 
@@ -71,7 +71,7 @@ def test_members_finish_at_unequal_times_and_their_bytes_travel_meanwhile(topolo
             assert_all_equal(mesh)
             if topology == "gather":
                 assert [mesh.payload_sent(index) for index in range(3)] == early
-            assert all(not heard.lost for heard in mesh.heard)
+            assert all(not heard.lost_at for heard in mesh.heard)
 
     run_virtual(main())
 
@@ -126,7 +126,7 @@ def test_the_parts_of_a_reduce_decode_to_about_the_mean_of_a_gather() -> None:
             mesh.start()
             mesh.finish_all()
             await mesh.all_assembled()
-            mean, (assembly,) = direct_mean(mesh), mesh.heard[0].assembled
+            mean, (assembly,) = direct_mean(mesh), mesh.heard[0].all_assembled
             for share, part in zip(even_shares(LAYOUT.parameters, 3), assembly.body, strict=True):
                 out = np.empty(len(share), np.float32)
                 decode_part(LAYOUT, settings, part, share.start, share.stop, out)

@@ -19,7 +19,7 @@ from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal
 
 
 def bodies_of(mesh: Mesh) -> set[bytes]:
-    return {mesh.body(index) for index in mesh.survivors if mesh.heard[index].assembled}
+    return {mesh.body(index) for index in mesh.survivors if mesh.heard[index].all_assembled}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -71,15 +71,15 @@ def test_a_member_that_dies_after_any_chunk(topology: str, count: int) -> None:
             death = DiesAfter(mesh, 1, chunks)
             mesh.start()
             mesh.finish_all()
-            await mesh.until(lambda: all(mesh.heard[i].assembled or mesh.heard[i].lost for i in mesh.survivors))
+            await mesh.until(lambda: all(mesh.heard[i].all_assembled or mesh.heard[i].lost_at for i in mesh.survivors))
             await asyncio.sleep(30.0)
-            assembled = [bool(mesh.heard[index].assembled) for index in mesh.survivors]
+            assembled = [bool(mesh.heard[index].all_assembled) for index in mesh.survivors]
             assert len(bodies_of(mesh)) <= 1
             assert all(assembled) or not any(assembled), "what one survivor has, all get"
             for index in mesh.survivors:
-                assert mesh.heard[index].assembled or mesh.heard[index].lost_peers == {"peer-1"}
-                assert mesh.heard[index].assembled or mesh.exchanges[index].waiting()
-                assert not mesh.heard[index].refused
+                assert mesh.heard[index].all_assembled or mesh.heard[index].lost_peers == {"peer-1"}
+                assert mesh.heard[index].all_assembled or mesh.exchanges[index].waiting()
+                assert not mesh.heard[index].all_refused
             return death.fired, all(assembled)
 
     outcomes = []
@@ -107,7 +107,7 @@ def test_a_cut_link_is_got_round_by_other_members(topology: str) -> None:
             mesh.exchanges[1].member_finished(mesh.contributions[0])
             await mesh.all_assembled()
             assert_all_equal(mesh)
-            assert all(not heard.lost for heard in mesh.heard)
+            assert all(not heard.lost_at for heard in mesh.heard)
 
     run_virtual(main())
 
@@ -139,7 +139,7 @@ def test_a_link_that_heals_is_used_again_from_where_it_broke() -> None:
             await mesh.all_assembled()
             assert network.played == [1.0, 20.0]
             assert_all_equal(mesh)
-            assert not mesh.heard[0].lost
+            assert not mesh.heard[0].lost_at
             # only what was under way is sent twice
             assert mesh.codec.payload_bytes < mesh.payload_sent(0) <= mesh.codec.payload_bytes + 4 * CHUNK_BYTES
 
@@ -154,7 +154,7 @@ def test_a_reducer_that_waits_for_another_member_is_not_blamed() -> None:
             mesh.finish_all()
             await asyncio.sleep(60.0)
             assert [mesh.heard[index].lost_peers for index in mesh.survivors] == [{"peer-3"}] * 3
-            assert not any(mesh.heard[index].assembled for index in mesh.survivors)
+            assert not any(mesh.heard[index].all_assembled for index in mesh.survivors)
 
     run_virtual(main())
 
@@ -165,14 +165,14 @@ def test_lost_is_said_after_a_known_time_and_again_ever_later() -> None:
         async with Mesh(plan_for(2, "gather"), Network(), limits=limits) as mesh:
             mesh.exchanges[0].start()
             await asyncio.sleep(100.0)
-            assert mesh.heard[0].lost == []  # nobody has finished: nothing is due
+            assert mesh.heard[0].lost_at == []  # nobody has finished: nothing is due
             begun = asyncio.get_running_loop().time()
             mesh.exchanges[0].member_finished(mesh.contributions[1])
             (waiting,) = mesh.exchanges[0].waiting()
             assert (waiting.peer, waiting.what, waiting.since_seconds) == ("peer-1", "contribution", 0.0)
             assert waiting.remaining_seconds == pytest.approx(2.0)
             await asyncio.sleep(30.0)
-            times = [at - begun for at, _ in mesh.heard[0].lost]
+            times = [at - begun for at, _ in mesh.heard[0].lost_at]
             assert times == pytest.approx([2 + 3, 2 + 3 + 4.5, 2 + 3 + 4.5 + 6.75, 2 + 3 + 4.5 + 6.75 + 10.125])
 
     run_virtual(main())
@@ -187,7 +187,7 @@ def test_a_slow_but_steady_stream_misses_no_deadline() -> None:
             mesh.start()
             mesh.finish_all()
             await mesh.all_assembled()
-            assert all(not heard.lost for heard in mesh.heard)
+            assert all(not heard.lost_at for heard in mesh.heard)
             assert sum(exchange.refusals["duplicate"] for exchange in mesh.exchanges) == 0
 
     run_virtual(main())
@@ -215,10 +215,10 @@ def test_chunks_may_come_before_their_header_twice_and_in_any_order() -> None:
                 for at in rng.permutation(len(pieces)):
                     exchange.receive(f"peer-{owner}", pieces[at])
             mesh.finish(0)
-            assert not mesh.heard[0].assembled
+            assert not mesh.heard[0].all_assembled
             exchange.member_finished(mesh.contributions[2])
             exchange.member_finished(mesh.contributions[1])
-            await mesh.until(lambda: mesh.heard[0].assembled)
+            await mesh.until(lambda: mesh.heard[0].all_assembled)
             assert mesh.body(0) == b"".join(bytes(payload) for payload in mesh.payloads)  # type: ignore[arg-type]
             assert exchange.waiting() == ()
 
@@ -238,7 +238,7 @@ def test_early_chunks_of_another_contribution_are_dropped_when_the_header_comes(
             for chunk in chunks_of(mesh, 1):
                 exchange.receive("peer-1", chunk)
             mesh.finish(0)
-            await mesh.until(lambda: mesh.heard[0].assembled)
+            await mesh.until(lambda: mesh.heard[0].all_assembled)
 
     run_virtual(main())
 
@@ -263,7 +263,7 @@ def test_chunks_that_do_not_fit_are_refused_and_their_sender_named(reason: str, 
     async def main() -> None:
         async with Mesh(plan_for(2, "gather"), Network()) as mesh:
             mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunks_of(mesh, 1)[0], **changes))
-            assert mesh.heard[0].refused == [("peer-1", reason)]
+            assert mesh.heard[0].all_refused == [("peer-1", reason)]
             assert mesh.exchanges[0].refusals[reason] == 1
             assert mesh.exchanges[0].buffered_bytes == 0
 
@@ -281,7 +281,7 @@ def test_reduce_refuses_what_does_not_fit() -> None:
                 exchange.receive("peer-1", Chunk(plan, "contribution", "peer-1", b"h" * 32, share, 0, 100, b"x"))
             for share in (-1, 0, 2, 7):
                 exchange.receive("peer-1", Chunk(plan, "part", "peer-1", b"h" * 32, share, 0, 100, b"x"))
-            assert len(mesh.heard[0].refused) == 3 + 1 + 4 + 4
+            assert len(mesh.heard[0].all_refused) == 3 + 1 + 4 + 4
             assert exchange.buffered_bytes == 0
 
     run_virtual(main())
@@ -294,7 +294,7 @@ def test_messages_of_other_plans_and_of_strangers_are_ignored() -> None:
             mesh.exchanges[0].receive("stranger", chunk)
             mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunk, plan=b"p" * 32))
             assert mesh.exchanges[0].buffered_bytes == 0
-            assert mesh.heard[0].refused == []
+            assert mesh.heard[0].all_refused == []
 
     run_virtual(main())
 
@@ -308,7 +308,7 @@ def test_contributions_of_another_round_or_size_and_second_ones_are_refused() ->
             exchange.member_finished(good)
             exchange.member_finished(good)
             exchange.member_finished(dataclasses.replace(good, tokens=9))
-            reasons = [reason for _, reason in mesh.heard[0].refused]
+            reasons = [reason for _, reason in mesh.heard[0].all_refused]
             assert reasons == ["contribution to another round", "contribution of the wrong size", "a second contribution"]
 
     run_virtual(main())
@@ -322,7 +322,7 @@ def test_flipped_bits_are_found_and_the_bytes_asked_for_again() -> None:
             for chunk in chunks_of(mesh, 1):
                 flipped = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
                 mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunk, data=flipped))
-            assert mesh.heard[0].refused == [("peer-1", "bytes that are not what their hash says")]
+            assert mesh.heard[0].all_refused == [("peer-1", "bytes that are not what their hash says")]
             mesh.exchanges[1].start()
             mesh.finish_all()
             await mesh.all_assembled()
@@ -341,9 +341,9 @@ def test_an_absurd_contribution_is_refused_by_rule_and_its_owner_reported() -> N
             mesh.finish_all()
             await asyncio.sleep(20.0)
             for index in (0, 1):
-                assert not mesh.heard[index].assembled
+                assert not mesh.heard[index].all_assembled
                 assert mesh.heard[index].lost_peers == {"peer-2"}
-                assert any(peer == "peer-2" and "magnitudes" in reason for peer, reason in mesh.heard[index].refused)
+                assert any(peer == "peer-2" and "magnitudes" in reason for peer, reason in mesh.heard[index].all_refused)
 
     for topology in TOPOLOGIES:
         run_virtual(main(topology))
@@ -363,10 +363,10 @@ def test_parts_of_unequal_contributions_are_never_assembled() -> None:
             data = b"".join(other[low:high].tobytes() for low, high in mesh.codec.slices(share))
             mesh.exchanges[1].receive("peer-2", Chunk(mesh.plan.digest, "contribution", "peer-2", digest_bytes(other), 1, 0, len(data), data))
             await asyncio.sleep(10.0)
-            assert mesh.heard[0].unequal == [("peer-1",)]
-            assert mesh.heard[2].unequal == [("peer-1",)]
-            assert mesh.heard[1].unequal[-1] == ("peer-0", "peer-2")
-            assert not any(heard.assembled for heard in mesh.heard)
+            assert mesh.heard[0].all_unequal == [("peer-1",)]
+            assert mesh.heard[2].all_unequal == [("peer-1",)]
+            assert mesh.heard[1].all_unequal[-1] == ("peer-0", "peer-2")
+            assert not any(heard.all_assembled for heard in mesh.heard)
 
     run_virtual(main())
 
@@ -416,13 +416,13 @@ def test_stop_at_any_moment_leaves_nothing_behind(topology: str) -> None:
             mesh.finish_all()
             await asyncio.sleep(seconds)
             for exchange in mesh.exchanges:
-                exchange.stop("the leader says so")
+                await exchange.stop("the leader says so")
             assert all(exchange.buffered_bytes == 0 and exchange.waiting() == () for exchange in mesh.exchanges)
-            known = [len(heard.assembled) for heard in mesh.heard]
+            known = [len(heard.all_assembled) for heard in mesh.heard]
             for chunk in chunks_of(mesh, 1):
                 mesh.exchanges[0].receive("peer-1", chunk)
             await asyncio.sleep(5.0)
-            assert [len(heard.assembled) for heard in mesh.heard] == known
+            assert [len(heard.all_assembled) for heard in mesh.heard] == known
 
     for step in range(24):
         run_virtual(main(step * 0.1))
