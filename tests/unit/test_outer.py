@@ -1,0 +1,251 @@
+"""The outer step bit for bit: NumPy and torch, one thread and two, live and replayed, gather and reduce."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.codec import Layout, Tensor
+from geomesh_p2p.core.outer import OuterState
+from geomesh_p2p.core.types import Contribution, Range, Update
+
+LAYOUT = Layout((Tensor("embedding", 70 * 24, 70), Tensor("weight", 50_000), Tensor("norm", 13)))
+SIZE = LAYOUT.parameters
+TOKENS = (4000, 2100, 900)
+SHARES = (Range(0, 1600), Range(1600, 1600), Range(1600, 33_000), Range(33_000, SIZE))
+
+outer_sections = st.sampled_from(
+    [OuterSection(), OuterSection(nesterov=False), OuterSection(learning_rate=1.0, momentum=0.0), OuterSection(momentum=1.0)]
+)
+
+
+def normal(seed: int, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(SIZE) * scale).astype(np.float32)
+
+
+def founded(seed: int = 0) -> OuterState:
+    return OuterState.founded(normal(seed))
+
+
+def gathered(section: CodecSection, seed: int) -> tuple[Update, bytes]:
+    payloads = [codec.encode(LAYOUT, normal(seed + i, 1e-2), np.zeros(SIZE, np.float32), section) for i in range(3)]
+    contributors = tuple(
+        Contribution(f"peer-{i}", f"site-{i}", 1, b"", tokens, (), digest_bytes(payload), payload.size)
+        for i, (tokens, payload) in enumerate(zip(TOKENS, payloads, strict=True))
+    )
+    body = b"".join(payload.tobytes() for payload in payloads)
+    return Update(1, b"", "gather", (), contributors, ("peer-0",), digest_bytes(body), len(body)), body
+
+
+def reduced(section: CodecSection, seed: int) -> tuple[Update, bytes]:
+    update, body = gathered(section, seed)
+    size = codec.payload_bytes(LAYOUT, section)
+    payloads = [np.frombuffer(body, np.uint8)[i * size : (i + 1) * size] for i in range(3)]
+    parts = []
+    for share in SHARES:
+        if len(share):
+            mean = np.empty(len(share), np.float32)
+            codec.mean_of(LAYOUT, section, payloads, TOKENS, share.start, share.stop, mean)
+            parts.append(codec.encode_part(LAYOUT, section, mean, share.start, share.stop).tobytes())
+    body = b"".join(parts)
+    return replace(update, topology="reduce", shares=SHARES, body=digest_bytes(body), body_bytes=len(body)), body
+
+
+def fold(state: OuterState, update: Update, body: bytes, section: CodecSection, settings: OuterSection) -> OuterState:
+    outer.apply_update(state, LAYOUT, section, settings, update, body)
+    return state
+
+
+def same(one: OuterState, other: OuterState) -> bool:
+    return one.anchor.tobytes() == other.anchor.tobytes() and one.momentum.tobytes() == other.momentum.tobytes()
+
+
+# ---------------------------------------------------------------- a second implementation, in torch
+
+
+def torch_mean(body: bytes) -> torch.Tensor:
+    lengths = [tensor.size // tensor.rows for tensor in LAYOUT.tensors for _ in range(tensor.rows)]
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    size, head = codec.payload_bytes(LAYOUT, CodecSection()), 4 * LAYOUT.magnitudes
+    total = None
+    for i, tokens in enumerate(TOKENS):
+        payload = torch.frombuffer(bytearray(body[i * size : (i + 1) * size]), dtype=torch.uint8)
+        magnitudes = payload[:head].view(torch.float32)
+        bits = ((payload[head:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:SIZE].bool()
+        coefficients = (torch.tensor(tokens / sum(TOKENS), dtype=torch.float32) * magnitudes)[rows]
+        term = torch.where(bits, coefficients, -coefficients)
+        total = term if total is None else total + term
+    return total
+
+
+def torch_step(state: OuterState, mean: torch.Tensor, settings: OuterSection) -> OuterState:
+    anchor, momentum = torch.from_numpy(state.anchor.copy()), torch.from_numpy(state.momentum.copy())
+    momentum = momentum * settings.momentum
+    momentum = momentum + mean
+    step = momentum
+    if settings.nesterov:
+        step = momentum * settings.momentum
+        step = step + mean
+    step = step * settings.learning_rate
+    return OuterState((anchor - step).numpy(), momentum.numpy())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_numpy_and_torch_move_the_anchor_to_the_same_bytes(threads: int, nesterov: bool) -> None:
+    settings, section = OuterSection(nesterov=nesterov), CodecSection()
+    ours = theirs = founded()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in (10, 20, 30):
+            update, body = gathered(section, seed)
+            theirs = torch_step(theirs, torch_mean(body), settings)
+            ours = fold(OuterState(ours.anchor.copy(), ours.momentum.copy()), update, body, section, settings)
+            assert same(ours, theirs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("settings", [OuterSection(), OuterSection(nesterov=False), OuterSection(learning_rate=1, momentum=0)])
+def test_the_step_is_that_of_torchs_sgd(settings: OuterSection) -> None:
+    state = founded()
+    parameter = torch.nn.Parameter(torch.from_numpy(state.anchor.copy()))
+    nesterov = settings.nesterov and settings.momentum > 0
+    sgd = torch.optim.SGD([parameter], lr=settings.learning_rate, momentum=settings.momentum, nesterov=nesterov)
+    for seed in range(4):
+        mean = normal(seed, 1e-2)
+        outer.apply_mean(state, mean, 0, SIZE, settings)
+        parameter.grad = torch.from_numpy(mean)
+        sgd.step()
+    np.testing.assert_allclose(state.anchor, parameter.detach().numpy(), atol=1e-6)
+
+
+# ---------------------------------------------------------------- one result, however it is come by
+
+
+@given(outer_sections, st.integers(0, 1000))
+def test_two_threads_on_halves_give_the_same_bytes(settings: OuterSection, seed: int) -> None:
+    section = CodecSection()
+    update, body = gathered(section, seed)
+    size = codec.payload_bytes(LAYOUT, section)
+    mean = codec.Mean(LAYOUT, section, [body[i * size : (i + 1) * size] for i in range(3)], TOKENS)
+    halved, middle = founded(seed), 8 * (SIZE // 17)
+
+    def move(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        outer.apply_mean(halved, mean.read(start, stop, np.empty(stop - start, np.float32)), start, stop, settings)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(move, [(0, middle), (middle, SIZE)]))
+    assert same(halved, fold(founded(seed), update, body, section, settings))
+
+
+@pytest.mark.parametrize("make", [gathered, reduced])
+@pytest.mark.parametrize("kind", ["sign", "fp32", "fp16", "int8"])
+def test_replayed_in_other_chunks_from_other_buffers_gives_the_same_bytes(make, kind: str) -> None:  # type: ignore[no-untyped-def]
+    section, settings = CodecSection(payload=kind), OuterSection()
+    updates = [make(section, seed) for seed in (1, 2, 3)]
+    live = founded()
+    for update, body in updates:
+        fold(live, update, body, section, settings)
+    replayed = founded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "CHUNK", 24)
+        patch.setattr(outer, "CHUNK", 3 * 1024 + 8)
+        for update, body in updates:
+            fold(replayed, update, memoryview(bytearray(b"xyz" + body))[3:], section, settings)
+    assert same(live, replayed)
+    assert not same(live, founded())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_a_reduce_moves_by_the_decoded_parts(bits: int) -> None:
+    section, settings = CodecSection(second_phase_bits=bits), OuterSection(learning_rate=1.0, momentum=0.0)
+    update, body = reduced(section, 5)
+    state, at = fold(founded(), update, body, section, settings), 0
+    for share in SHARES:
+        size = codec.part_bytes(LAYOUT, section, share.start, share.stop)
+        mean = np.empty(len(share), np.float32)
+        codec.decode_part(LAYOUT, section, body[at : at + size], share.start, share.stop, mean)
+        assert np.array_equal(state.anchor[share.start : share.stop], founded().anchor[share.start : share.stop] - mean)
+        at += size
+    assert at == len(body)
+
+
+# ---------------------------------------------------------------- what moves nothing
+
+
+def test_an_update_without_contributors_moves_nothing_not_even_by_momentum() -> None:
+    state = OuterState(normal(1), normal(2))
+    update, body = gathered(CodecSection(), 1)
+    fold(state, replace(update, contributors=(), body_bytes=0), b"", CodecSection(), OuterSection())
+    assert same(state, OuterState(normal(1), normal(2)))
+    with pytest.raises(ValueError, match="no contributors"):
+        fold(state, replace(update, contributors=()), body, CodecSection(), OuterSection())
+
+
+@pytest.mark.parametrize("make", [gathered, reduced])
+def test_a_body_that_does_not_fit_is_refused_before_anything_moves(make) -> None:  # type: ignore[no-untyped-def]
+    state = founded()
+    update, body = make(CodecSection(), 1)
+    for wrong in (body[:-1], body + b"x", b""):
+        with pytest.raises(ValueError, match=f"{len(wrong)} bytes"):
+            fold(state, update, wrong, CodecSection(), OuterSection())
+    assert same(state, founded())
+
+
+@pytest.mark.parametrize("shares", [SHARES[1:], SHARES[:-1], (), (SHARES[2], SHARES[0], SHARES[3])])
+def test_shares_that_do_not_cover_the_parameters_are_refused(shares: tuple[Range, ...]) -> None:
+    state = founded()
+    update, body = reduced(CodecSection(), 1)
+    with pytest.raises(ValueError, match="cover"):
+        fold(state, replace(update, shares=shares), body, CodecSection(), OuterSection())
+    assert same(state, founded())
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 4, 8])
+def test_rows_that_no_batch_touched_stay_where_they_are_for_fifty_rounds(bits: int) -> None:
+    """bits 0: gather. The same run with one magnitude for the whole embedding moves them, which is why rows have their own."""
+    length, rows = 16, 30
+    untouched = slice(20 * length, rows * length)
+
+    def drift(layout: Layout) -> float:
+        state = OuterState.founded(normal(7)[: rows * length].copy())
+        began = state.anchor.copy()
+        section = CodecSection(second_phase_bits=bits or 1)
+        for round in range(50):
+            payloads = []
+            for worker in range(3):
+                delta = normal(100 * round + worker, 1e-2)[: rows * length]
+                delta[untouched] = 0
+                payloads.append(codec.encode(layout, state.anchor, state.anchor - delta, section))
+            mean = np.empty(rows * length, np.float32)
+            codec.mean_of(layout, section, payloads, TOKENS, 0, mean.size, mean)
+            if bits:
+                part = codec.encode_part(layout, section, mean, 0, mean.size)
+                codec.decode_part(layout, section, part, 0, mean.size, mean)
+            outer.apply_mean(state, mean, 0, mean.size, OuterSection())
+        assert np.abs(state.anchor - began)[: 20 * length].max() > 1e-2
+        return float(np.abs(state.anchor - began)[untouched].max())
+
+    assert drift(codec.layout_of([("embedding", (rows, length), True)])) <= 1e-6
+    assert bits or drift(codec.layout_of([("embedding", (rows, length), False)])) > 1e-2
+
+
+def test_opposite_deltas_of_equal_weight_move_nothing() -> None:
+    section, state = CodecSection(), founded()
+    delta = normal(3, 1e-2)
+    payloads = [codec.encode(LAYOUT, sign * delta, np.zeros(SIZE, np.float32), section) for sign in (1, -1)]
+    mean = codec.mean_of(LAYOUT, section, payloads, [512, 512], 0, SIZE, np.empty(SIZE, np.float32))
+    outer.apply_mean(state, mean, 0, SIZE, OuterSection())
+    assert state.anchor.tobytes() == founded().anchor.tobytes()
