@@ -162,21 +162,20 @@ def best_fractions(links: LinkTable, volume: Volume) -> Array:
     from scipy.sparse import csr_array
 
     size = len(links)
-    rows: list[tuple[int, int, float, float]] = []  # (share, which t, slope, constant)
+    columns = []  # of the constraints: share, which t, slope, constant
     for phase, (work, rates, rtts) in enumerate(
         ((volume.payload_bytes, links.rates, links.rtts), (volume.answer_bytes, links.rates.T, links.rtts.T))
     ):
-        slopes, constants = work / rates, rtts / 2
-        for j in range(size):
-            # Only lines that no other line lies above everywhere: of equal or larger slope and constant.
-            order = np.lexsort((-constants[:, j], -slopes[:, j]))
-            highest = -1.0
-            for i in order:
-                if i != j and constants[i, j] > highest:
-                    highest = constants[i, j]
-                    rows.append((j, size + phase, slopes[i, j], highest))
-    count = len(rows)
-    share, which, slope, constant = (np.array(column) for column in zip(*rows, strict=True))
+        slopes, constants = work / rates, rtts / 2 - np.diag(np.full(size, np.inf))
+        # Per share, only lines above which no other line lies everywhere (of equal or larger slope and constant).
+        order = np.lexsort((-constants, -slopes), axis=0)
+        slopes, constants = np.take_along_axis(slopes, order, axis=0), np.take_along_axis(constants, order, axis=0)
+        highest = np.maximum.accumulate(constants, axis=0)
+        rising = np.vstack([np.isfinite(constants[:1]), constants[1:] > highest[:-1]])
+        _, share = np.nonzero(rising)
+        columns.append((share, np.full(len(share), size + phase), slopes[rising], constants[rising]))
+    share, which, slope, constant = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    count = len(share)
     at = np.arange(count)
     # In units of the largest constraint, so that the solver's absolute tolerances mean the same for any size of model.
     scale = max(float((slope + constant).max()), 1e-12)

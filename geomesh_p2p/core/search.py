@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,9 @@ IDLE_AIM = 0.005
 TOKEN_SLACKS = (0.03, 0.06, 0.1)
 SINGLE_IDLE_AIM = 0.0025  # a member keeps the batch of the rough search if it idles no longer than this
 NEIGHBOURS = 16
-BISECTIONS = 26
+LENGTH_PRECISION = 1e-4
+SCORE_TIE = 1e-3  # windows whose objectives differ by less are taken for equally good
+LENGTHS = 24  # tried where no window reaches the round's sequences
 _ROUNDING = 1e-9
 
 Integers = npt.NDArray[np.int64]
@@ -182,42 +185,47 @@ class _Table:
 
 def best_window(times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limits, constraints: Constraints) -> Window:
     """The window, with steps as real numbers. Order of wishes: allowed members, the round's sequences, the objective; then
-    the most room on both sides of the steps."""
+    the most room on both sides of the steps. Everybody together is always allowed."""
     table = _Table(times, choices, limits)
     everybody = tuple(range(len(times)))
-    found: list[tuple[bool, float, float, Window]] = []
 
-    def allowed(pick: Integers) -> bool:
+    def members_of(pick: Integers) -> Members:
+        """Those that take part, or nobody if they may not do so alone."""
         members = tuple(np.flatnonzero(pick >= 0).tolist())
-        return members == everybody or (bool(members) and constraints.allowed(members))
+        return members if members == everybody or (members and constraints.allowed(members)) else ()
 
+    def reaches(seconds: float, low: int, high: int) -> bool:
+        pick, _, sequences, _ = table.at(seconds, low, high)
+        return bool(sequences.sum() >= limits.sequences * (1 - _ROUNDING) and members_of(pick))
+
+    windows = []
     for low in _lows(limits):
         high = min(limits.max_steps, math.floor(low * limits.steps_ratio + _ROUNDING))
-        shortest = low * float(table.seconds.min())
         longest = high * float(table.seconds[np.isfinite(table.seconds)].max()) * (1 + _ROUNDING)
+        windows.append((low, high, low * float(table.seconds.min()), longest))
+    lengths = [
+        (low, high, _smallest(partial(reaches, low=low, high=high), shortest, longest))
+        for low, high, shortest, longest in windows
+        if reaches(longest, low, high)
+    ] or [(low, high, float(t)) for low, high, shortest, longest in windows for t in np.geomspace(shortest, longest, LENGTHS)]
 
-        def reaches(seconds: float, low: int = low, high: int = high) -> bool:
-            pick, _, sequences, _ = table.at(seconds, low, high)
-            return bool(sequences.sum() >= limits.sequences * (1 - _ROUNDING)) and allowed(pick)
-
-        if reached := reaches(longest):
-            lengths = [_bisect(reaches, shortest, longest)]
-        else:
-            lengths = np.geomspace(shortest, longest, BISECTIONS).tolist()
-        for seconds in lengths:
-            pick, steps, _, worth = table.at(seconds, low, high)
-            if not allowed(pick):
-                continue
-            members = tuple(np.flatnonzero(pick >= 0).tolist())
+    rough = []
+    for low, high, seconds in lengths:
+        pick, steps, _, worth = table.at(seconds, low, high)
+        if members := members_of(pick):
             inside = list(members)
-            score = (seconds + constraints.exchange(members)) / float(worth.sum())
             room = min(float(steps[inside].min()) / low, high / float(steps[inside].max()))
             batches = tuple(int(table.batches[i, pick[i]]) for i in members)
-            found.append((not reached, score, -room, Window(low, high, seconds, members, batches)))
-    reached_first = min(item[0] for item in found)
-    found = [item for item in found if item[0] == reached_first]
-    best = min(item[1] for item in found)
-    return min((item for item in found if item[1] <= best * 1.001), key=lambda item: (item[2], item[3].low))[3]
+            rough.append((seconds / float(worth.sum()), -room, Window(low, high, seconds, members, batches)))
+    best, found = math.inf, []
+    for cost, no_room, window in sorted(rough, key=lambda item: (item[0], item[2].low)):
+        if cost > best * (1 + SCORE_TIE):
+            break  # an exchange only adds to it
+        score = cost * (1 + constraints.exchange(window.members) / window.seconds)
+        best = min(best, score)
+        found.append((score, no_room, window))
+    near = [item for item in found if item[0] <= best * (1 + SCORE_TIE)]
+    return min(near, key=lambda item: (item[1], item[2].low))[2]
 
 
 def _lows(limits: Limits) -> list[int]:
@@ -229,9 +237,9 @@ def _lows(limits: Limits) -> list[int]:
     return lows
 
 
-def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
     """About the smallest value in (low, high] for which `holds`, which it does at `high`."""
-    for _ in range(BISECTIONS):
+    while high > low * (1 + LENGTH_PRECISION):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
