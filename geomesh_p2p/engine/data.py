@@ -23,7 +23,7 @@ from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest, digest, digest_byte
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.engine.documents import documents
 from geomesh_p2p.engine.tokenizer import Tokenizer
-from geomesh_p2p.errors import DataError
+from geomesh_p2p.errors import DataError, TemporaryError
 
 HELD_OUT_SHARE = 0.02
 """Documents are held out until they are this share of all tokens (or enough for the validation sequences)."""
@@ -124,7 +124,7 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenise, pack and split. With `cache`, the tokens are kept there and mapped from disk (shared by processes).
 
-    Raises DataError: a file that cannot be used, or too little text, with the numbers.
+    Raises DataError: a file that cannot be used, or too little text, with the numbers; TemporaryError: no room for the cache.
     """
     if cache is None:
         hashes, parts = _tokenise(documents(section), tokenizer)
@@ -172,7 +172,6 @@ def _split(
     """Tokens to train on and tokens held out, both in document order. Which documents are held out depends on the seed."""
     total = sum(len(part) for part in parts)
     needed = section.validation_sequences * sequence_length + 1
-    numbers = f"the corpus has {total:,} tokens in {len(parts):,} documents"
     wanted = max(needed, int(total * HELD_OUT_SHARE))
     order = sorted(range(len(parts)), key=lambda index: digest_bytes(seed.to_bytes(16, "little", signed=True), hashes[index]))
     held: set[int] = set()
@@ -184,16 +183,11 @@ def _split(
         size += len(parts[index])
     if size < needed or size > total * LARGEST_HELD_OUT_SHARE:
         raise DataError(
-            f"dataset: {numbers}; validation needs {needed:,} in whole documents, which would hold out {size:,}. "
+            f"dataset: the corpus has {total:,} tokens in {len(parts):,} documents; validation needs {needed:,} in whole documents, which would hold out {size:,}. "
             "Give more text, or lower dataset.validation_sequences or model.sequence_length"
         )
-    train = np.concatenate([part for index, part in enumerate(parts) if index not in held])
-    if len(train) <= sequence_length:
-        raise DataError(
-            f"dataset: {numbers}, {len(train):,} of them left to train on; one sequence needs {sequence_length + 1:,}. "
-            "Give more text, or lower model.sequence_length"
-        )
-    return train, np.concatenate([parts[index] for index in sorted(held)])
+    train = [part for index, part in enumerate(parts) if index not in held]
+    return np.concatenate(train), np.concatenate([parts[index] for index in sorted(held)])
 
 
 def _keep(folder: Path, train: Tokens, held_out: Tokens) -> None:
@@ -209,7 +203,7 @@ def _keep(folder: Path, train: Tokens, held_out: Tokens) -> None:
             if not folder.is_dir():
                 raise
     except OSError as error:
-        raise DataError(
+        raise TemporaryError(
             f"{folder}: tokens cannot be kept there ({error.strerror or error}); free space, or choose another folder"
         ) from None
     finally:
