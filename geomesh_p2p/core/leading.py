@@ -58,7 +58,6 @@ class Leading:
         self.benched: dict[PeerId, int] = {}     # left out until this round
         self.strikes: dict[PeerId, int] = {}
         self.doubted: dict[PeerId, float] = {}   # not counted ready before a heartbeat later than this says so
-        self.expected: set[PeerId] = set()       # took part in the last round: at the new one before their heartbeats say so
         self.waiting = ""
         self.failed = ""
         self.chosen: Update | None = None
@@ -129,7 +128,8 @@ class Leading:
     # -------------------------------------------------------------- whom to plan with
 
     def _usable(self, peer: PeerId) -> bool:
-        """Whether `peer` may be planned for: heard, training, ready at this round or about to be."""
+        """Whether `peer` may be planned for: heard, training, ready at this round, or following the log closely enough to
+        be there when the plan arrives (else it would never enter a run whose rounds are shorter than its heartbeats)."""
         s = self.s
         if peer == s.me:
             return s.ready and not s.leaving
@@ -138,9 +138,9 @@ class Leading:
             return False
         if seen.leaving or seen.beat.leaving or seen.at <= self.doubted.get(peer, float("-inf")):
             return False
-        if peer in self.expected and s.round - 1 <= seen.beat.round <= s.round:
-            return True
-        return seen.beat.ready and seen.beat.round == s.round and seen.beat.digest == s.log.digest
+        if seen.beat.round == s.round:
+            return seen.beat.ready and seen.beat.digest == s.log.digest
+        return seen.lag <= 1
 
     def _is_leaving(self, peer: PeerId) -> bool:
         if peer == self.s.me:
@@ -211,8 +211,7 @@ class Leading:
     def _let_leave(self) -> bool:
         """If voters want to leave and the others are no quorum: an update without bits, held by all, that lets them go."""
         s = self.s
-        at_round = {s.me, *self.expected, *(peer for peer, seen in s.peers.items() if seen.beat.round == s.round)}
-        here = [peer for peer in s.view if s.alive(peer) and peer in at_round]
+        here = [peer for peer in s.view if peer == s.me or (s.alive(peer) and s.peers[peer].lag <= 1)]
         staying = tuple(sorted((peer for peer in here if not self._is_leaving(peer)), key=s.site_of))
         if len(staying) == len(here) or not staying or len(staying) < s.settings.min_peers or not s.quorum(here):
             return False
@@ -262,10 +261,9 @@ class Leading:
         """A member will not take part in this attempt."""
         if self.plan is None or refusal.plan != self.plan.digest or sender in self.finished:
             return
-        if refusal.reason in (BEHIND, NOT_READY):
+        if refusal.reason == NOT_READY:
             self.doubted[sender] = self.s.now
-            self.expected.discard(sender)
-        self.lose([sender], "plan_refused", bench=False)
+        self.lose([sender], "plan_refused", bench=refusal.reason == BEHIND)
 
     def on_lost(self, reporter: PeerId, plan: Digest, peers: tuple[PeerId, ...]) -> None:
         """`reporter` missed chunk deadlines of `peers`. Whoever can still be given the update is; else they are left out."""
@@ -384,12 +382,8 @@ class Leading:
 
     # -------------------------------------------------------------- the next round
 
-    def committed(self, update: Update) -> None:
-        """The log has grown by `update`: begin the next round."""
-        plan = self.plan
-        self.expected = set() if plan is None else set(plan.peers)
-        if not update.contributors:
-            self.expected = set(self.reports)
+    def committed(self) -> None:
+        """The log has grown: begin the next round."""
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen, self.reports = False, None, None, {}
         self.collect()

@@ -288,7 +288,7 @@ class Replica:
         seen = s.peers.get(sender)
         if seen is None:
             seen = s.peers[sender] = Seen(beat, s.now)
-        seen.beat, seen.at, seen.silent = beat, s.now, False
+        seen.beat, seen.at, seen.lag, seen.silent = beat, s.now, s.round - beat.round, False
         if beat.ready and beat.trains and seen.ready_since is None:
             seen.ready_since = s.now
             s.note("join", peer_id=sender, peer_site=beat.site)
@@ -366,7 +366,7 @@ class Replica:
         s.out.append(AppendCommit(update))
         self._appended(update, by, term)
         if self.leading is not None:
-            self.leading.committed(update)
+            self.leading.committed()
         self._next_offer()
 
     def _appended(self, update: Update, by: str, term: Term | None) -> None:

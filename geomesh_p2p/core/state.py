@@ -31,6 +31,7 @@ class Seen:
 
     beat: Heartbeat
     at: float
+    lag: int = 0                         # rounds that it was behind this peer when it said so
     ready_since: float | None = None
     leaving: bool = False
     silent: bool = False
