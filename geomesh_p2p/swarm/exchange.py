@@ -13,21 +13,21 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkMissing, ChunkWanted, PartHeader
 from geomesh_p2p.core.ports import Transport, Vector
 from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range
-from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Incoming, Ranges, StreamKey
+from geomesh_p2p.swarm.assembly import Assembly, ExchangeListener, Progress
+from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Ranges, StreamKey
 from geomesh_p2p.swarm.deadlines import Due, ExchangeLimits, Missed, Waiting
 from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 from geomesh_p2p.swarm.gather import Gather
 from geomesh_p2p.swarm.inbox import ExchangeInbox, ExchangeMessage
 from geomesh_p2p.swarm.lanes import Lane
 from geomesh_p2p.swarm.offload import Offload, in_thread, inline
+from geomesh_p2p.swarm.reception import Reception, Stored
 from geomesh_p2p.swarm.reduce import Reduce, ShareMean
 
 __all__ = [
@@ -37,62 +37,6 @@ __all__ = [
 
 MAX_GAPS = 64
 """Gaps asked for in one message."""
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """What an exchange came to: the body of the update, buffer by buffer, and whose contributions are in it (site order).
-
-    With residuals, in a reduce: `mean` is this peer's share of the mean before it was encoded to `part`."""
-
-    plan: Plan
-    contributors: tuple[Contribution, ...]
-    body: tuple[Bytes, ...]
-    body_digest: Digest
-    body_bytes: int
-    mean: Vector | None = None
-    part: Bytes | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Payload bytes received of those expected; `remaining_seconds` at the rate so far, None before the first byte."""
-
-    done_bytes: int
-    total_bytes: int
-    remaining_seconds: float | None
-
-
-class ExchangeListener(Protocol):
-    """Is told from within the event loop. Must not block, and must not await the exchange's stop()."""
-
-    def assembled(self, assembly: Assembly) -> None:
-        """The body is whole: exactly once, unless the exchange is stopped before."""
-        ...
-
-    def lost(self, missed: tuple[Missed, ...]) -> None:
-        """These peers' bytes are overdue, whoever was asked. Repeated at every further deadline."""
-        ...
-
-    def unequal(self, peers: tuple[PeerId, ...]) -> None:
-        """These reducers averaged other contributions than this peer knows of: nothing will be assembled."""
-        ...
-
-    def refused(self, peer: PeerId, reason: str) -> None:
-        """`peer` sent something that is refused by rule."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """A bug: the exchange has ended."""
-        ...
-
-
-class _Stored(NamedTuple):
-    """A whole stream that others may be given."""
-
-    payload: Digest
-    buffer: Bytes
-    ranges: Ranges
 
 
 class Exchange:
@@ -127,10 +71,8 @@ class Exchange:
         self._lanes = {peer: Lane(peer, self._digest, transport, limits.chunk_bytes) for peer in others}
         self._finished: dict[PeerId, Contribution] = {}
         self._headers: dict[int, PartHeader] = {}
-        self._incoming: dict[StreamKey, Incoming] = {}
-        self._stored: dict[StreamKey, _Stored] = {}
-        self._done: set[StreamKey] = set()
-        self._rejected: set[StreamKey] = set()
+        self._reception = Reception(plan, codec, self._streams, limits.acknowledge_chunks * limits.chunk_bytes)
+        self._stored = self._reception.stored
         self._relays: dict[StreamKey, PeerId] = {}
         self._due: dict[StreamKey, Due] = {}
         self._known: dict[Digest, Bytes] = {}
@@ -154,10 +96,8 @@ class Exchange:
     async def stop(self, reason: str) -> None:
         """End, whatever the state: no task and no buffer is left when this returns."""
         self._stopped = True
-        for held in (self._incoming, self._stored, self._headers, self._due, self._known, self._relays):
+        for held in (self._reception, self._headers, self._due, self._known, self._relays, *self._lanes.values()):
             held.clear()
-        for lane in self._lanes.values():
-            lane.clear()
         self._own_payload = self._part_residual = None
         if self._task is not None:
             self._task.cancel(reason)
@@ -189,10 +129,10 @@ class Exchange:
             if payload.size != self._codec.payload_bytes:
                 raise ValueError(f"the payload has {payload.size} bytes, the codec's have {self._codec.payload_bytes}")
             for peer, key, ranges in self._streams.sends():
-                self._stored[key] = _Stored(contribution.payload, payload, ranges)
+                self._stored[key] = Stored(contribution.payload, payload, ranges)
                 self._lanes[peer].offer(key, contribution.payload, payload, ranges)
             if self.plan.topology == "gather":
-                own = _Stored(contribution.payload, payload, Ranges([(0, payload.size)]))
+                own = Stored(contribution.payload, payload, Ranges([(0, payload.size)]))
                 self._stored[self._streams.contribution_of(self._me)] = own
         self._member_has_finished(contribution)
 
@@ -219,9 +159,10 @@ class Exchange:
         known = self._known.get(contribution.payload) if self.plan.topology == "gather" else None
         if known is not None and contribution.peer != self._me and not contribution.abstains:
             self._acknowledge(contribution.peer, key, known.size)
-            self._keep(key, contribution.payload, known, Ranges([(0, known.size)]))
+            self._reception.keep(key, Stored(contribution.payload, known, Ranges([(0, known.size)])))
+            self._now_whole(key)
         else:
-            self._check_early(key, contribution.payload)
+            self._settle(contribution.peer)
         self._look_for_due()
 
     @property
@@ -260,49 +201,22 @@ class Exchange:
             self._not_to_be_had(sender, key, message.peers)
 
     def _receive_chunk(self, sender: PeerId, key: StreamKey, chunk: Chunk) -> None:
-        relayed = key in self._relays
-        ranges = self._streams.relays(key, self._relays[key]) if relayed else self._streams.inbound(key)
-        if ranges is None or key in self._rejected:
-            self._refuse(sender, "a chunk that is not for this peer")
-            return
-        size = len(chunk.data)
-        if chunk.total != ranges.total or not size or not 0 <= chunk.offset <= chunk.total - size:
-            self._refuse(sender, "a chunk that does not fit")
-            return
-        if key in self._done:
-            self.refusals["duplicate"] += 1
-            self._acknowledge(sender, key, ranges.total)
-            return
-        expected = self._expected_payload(key)
-        incoming = self._incoming.get(key)
-        named = expected or (incoming.payload if incoming else chunk.payload if sender == key.owner else None)
-        if named != chunk.payload:
-            self.refusals["another contribution"] += 1
-            return
-        if incoming is None:
-            incoming = self._open(key, ranges, chunk.payload, relayed)
-        new = incoming.take(chunk.offset, chunk.data)
-        if not new:
-            self.refusals["duplicate"] += 1
-            self._acknowledge(sender, key, incoming.coverage.prefix)
-            return
-        self._count(new)
-        if key in self._due:
-            self._due[key].progressed(self._now)
-        prefix = incoming.coverage.prefix
-        if incoming.complete or prefix - incoming.acked >= self._limits.acknowledge_chunks * self._limits.chunk_bytes:
-            incoming.acked = prefix
-            self._acknowledge(sender, key, prefix)
-        if incoming.complete:
-            self._completed(key, incoming)
-        elif self.plan.topology == "reduce":
+        taken = self._reception.take(sender, key, chunk, self._expected_payload(key))
+        if taken.refused:
+            self._refuse(sender, taken.refused)
+        if taken.ignored:
+            self.refusals[taken.ignored] += 1
+        if taken.acknowledge is not None:
+            self._acknowledge(sender, key, taken.acknowledge)
+        if taken.new:
+            self._count(taken.new)
+            self._progressed(key)
+            self._settle(key.owner)
             self._changed.set()
 
-    def _open(self, key: StreamKey, ranges: Ranges, payload: Digest, relayed: bool = False) -> Incoming:
-        slices = key.kind == CONTRIBUTION and self.plan.topology == "reduce" and not relayed
-        size = self._codec.payload_bytes if slices else ranges.total
-        incoming = self._incoming[key] = Incoming(ranges, size, payload, self._streams.verifies(key))
-        return incoming
+    def _progressed(self, key: StreamKey) -> None:
+        if key in self._due:
+            self._due[key].progressed(self._now)
 
     def _expected_payload(self, key: StreamKey) -> Digest | None:
         """The hash that the stream's owner has announced, if it has."""
@@ -312,41 +226,19 @@ class Exchange:
         contribution = self._finished.get(key.owner)
         return contribution.payload if contribution else None
 
-    def _check_early(self, key: StreamKey, payload: Digest) -> None:
-        """What came of a stream before its header: to be kept if it is the same stream, to be dropped otherwise."""
-        incoming = self._incoming.get(key)
-        if incoming is None:
-            return
-        if incoming.payload != payload:
-            del self._incoming[key]
-        elif incoming.complete:
-            self._completed(key, incoming)
+    def _settle(self, owner: PeerId) -> None:
+        """Something of `owner`'s has changed: take what is whole now."""
+        for key in self._reception.open_keys(owner):
+            fault = self._reception.settle(key, self._expected_payload(key))
+            if fault:
+                self._refuse(owner, fault)  # the stream stays due: it is asked for again, or its owner reported in the end
+            elif fault == "":
+                self._now_whole(key)
 
-    def _completed(self, key: StreamKey, incoming: Incoming) -> None:
-        if self._expected_payload(key) is None:
-            return  # its header is still to come
-        del self._incoming[key]
-        if not incoming.sound:  # it stays due, and is asked for again
-            self._refuse(key.owner, "bytes that are not what their hash says")
-        elif fault := self._fault_in(key, incoming.buffer):  # no better bytes will come: its owner is reported in the end
-            self._rejected.add(key)
-            self._refuse(key.owner, fault)
-        else:
-            self._keep(key, incoming.payload, incoming.buffer, incoming.ranges)
-
-    def _fault_in(self, key: StreamKey, buffer: Bytes) -> str:
-        if key in self._relays:
-            return ""
-        if key.kind == PART:
-            return self._codec.fault_in_part(buffer, self.plan.shares[key.share])
-        return self._codec.fault_in_payload(buffer)
-
-    def _keep(self, key: StreamKey, payload: Digest, buffer: Bytes, ranges: Ranges) -> None:
-        self._stored[key] = _Stored(payload, buffer, ranges)
-        self._done.add(key)
+    def _now_whole(self, key: StreamKey) -> None:
         self._due.pop(key, None)
         if key in self._relays:
-            self._lanes[self._relays[key]].offer(key, payload, buffer, ranges)
+            self._lanes[self._relays[key]].offer(key, *self._stored[key])
         self._changed.set()
 
     def _receive_part_header(self, sender: PeerId, header: PartHeader) -> None:
@@ -360,9 +252,8 @@ class Exchange:
         if header.share in self._headers or (sender != owner and not (key in self._due and self._due[key].misses)):
             return
         self._headers[header.share] = header
-        if key in self._due:
-            self._due[key].progressed(self._now)
-        self._check_early(key, header.payload)
+        self._progressed(key)
+        self._settle(owner)
         self._compare_parts()
 
     def _compare_parts(self) -> None:
@@ -385,14 +276,14 @@ class Exchange:
             if key.kind == PART:
                 self._transport.send(sender, self._headers[key.share])
             if gaps:
-                self._lanes[sender].offer_gaps(key, stored.payload, stored.buffer, stored.ranges, gaps)
+                self._lanes[sender].offer(key, *stored).want(gaps)
         elif key.owner == self._me:
             if key.kind == PART:
                 self._say_missing(sender, key, self._not_here())
         elif (ranges := self._streams.relays(key, sender)) is not None:
             self._relays[key] = sender
-            incoming = self._incoming.get(key)
-            self._ask([key.owner], key, ranges, incoming)
+            self._reception.relay(key, ranges)
+            self._ask([key.owner], key)
         else:
             self._say_missing(sender, key, (key.owner,))
 
@@ -410,14 +301,12 @@ class Exchange:
         if sender == key.owner and key.kind == PART:
             due.blocked(tuple(peer for peer in peers if peer in self.plan.peers and peer != sender))
         elif sender != key.owner and (asked := due.ask_next(self._now)):
-            self._ask(asked, key, self._streams.inbound(key), self._incoming.get(key))
+            self._ask(asked, key)
 
-    def _ask(self, peers: list[PeerId], key: StreamKey, ranges: Ranges | None, incoming: Incoming | None) -> None:
-        total = ranges.total if ranges else 0
-        gaps = incoming.coverage.gaps(0, total) if incoming else [(0, total)]
-        wanted = ChunkWanted(self._digest, key.kind, key.owner, key.share, tuple(Range(*gap) for gap in gaps[:MAX_GAPS]))
+    def _ask(self, peers: list[PeerId], key: StreamKey) -> None:
+        gaps = tuple(Range(*gap) for gap in self._reception.gaps(key)[:MAX_GAPS])
         for peer in peers:
-            self._transport.send(peer, wanted)
+            self._transport.send(peer, ChunkWanted(self._digest, key.kind, key.owner, key.share, gaps))
 
     def _acknowledge(self, to: PeerId, key: StreamKey, offset: int) -> None:
         self._transport.send(to, ChunkAck(self._digest, key.kind, key.owner, key.share, offset))
@@ -450,7 +339,7 @@ class Exchange:
 
     def _look_for_due(self) -> None:
         for key in self._expected():
-            if key not in self._done and key not in self._due:
+            if key not in self._due and not self._reception.is_done(key):
                 others = tuple(peer for peer in self._lanes if peer != key.owner)
                 self._due[key] = Due(key.owner, others, self._patience, self._limits.deadline_growth, self._now)
         self._compare_parts()
@@ -465,7 +354,7 @@ class Exchange:
             for key, due in self._due.items():
                 misses = due.misses
                 if asked := due.check(self._now):
-                    self._ask(asked, key, self._streams.inbound(key), self._incoming.get(key))
+                    self._ask(asked, key)
                 if due.misses > misses and due.misses >= self._limits.misses_until_lost:
                     for peer in set(due.blocked_by or (due.owner,)) - {self._me}:
                         missed[peer] = max(missed.get(peer, 0.0), self._now - due.silent_since)
@@ -512,32 +401,25 @@ class Exchange:
             elif key in self._stored:
                 payloads.append(self._stored[key].buffer)
             else:
-                ranges = streams.inbound(key)
-                assert ranges is not None
-                incoming = self._incoming.get(key) or self._open(key, ranges, contribution.payload)
-                arriving.append(incoming)
-                payloads.append(incoming.buffer)
+                arriving.append(self._reception.open(key, contribution.payload))
+                payloads.append(arriving[-1].buffer)
         share = ShareMean(self._codec, streams.share, payloads, [c.tokens for c in contributors])
         await share.run(arriving, self._changed, self._offload)
-        await self._until(lambda: all(self._is_settled(streams.contribution_of(c.peer)) for c in contributors))
+        others = [streams.contribution_of(c.peer) for c in contributors if c.peer != self._me]
+        await self._until(lambda: all(self._reception.is_done(key) for key in others))  # none was refused by rule
         part, digest = await self._offload(share.encode(self._part_residual))
         self._answer(streams, contributors, part, digest)
+        for key in others:
+            del self._stored[key]
         return share.mean if self._codec.settings.residual else None
 
-    def _is_settled(self, key: StreamKey) -> bool:
-        return key.owner == self._me or key in self._done
-
     def _answer(self, streams: Reduce, contributors: tuple[Contribution, ...], part: Bytes, digest: Digest) -> None:
-        key, ranges = streams.own_part, Ranges([(0, part.size)])
         hashes = tuple(contribution.payload for contribution in contributors)
         header = self._headers[streams.index] = PartHeader(self._digest, streams.index, hashes, digest, part.size)
-        self._stored[key] = _Stored(digest, part, ranges)
+        stored = self._stored[streams.own_part] = Stored(digest, part, Ranges([(0, part.size)]))
         for peer, lane in self._lanes.items():
             self._transport.send(peer, header)
-            lane.offer(key, digest, part, ranges)
-        for contribution in contributors:
-            if contribution.peer != self._me:
-                del self._stored[streams.contribution_of(contribution.peer)]
+            lane.offer(streams.own_part, *stored)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -549,9 +431,8 @@ class Exchange:
     @property
     def buffered_bytes(self) -> int:
         """Held for this exchange: what was received, and the own part."""
-        return sum(incoming.coverage.bytes for incoming in self._incoming.values()) + sum(
-            stored.ranges.total for stored in self._stored.values() if stored.buffer is not self._own_payload
-        )
+        whole = (stored for stored in self._stored.values() if stored.buffer is not self._own_payload)
+        return self._reception.buffered_bytes + sum(stored.ranges.total for stored in whole)
 
     def _count(self, size: int) -> None:
         if self._first_byte_at is None:

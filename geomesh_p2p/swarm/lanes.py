@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.messages import Chunk
 from geomesh_p2p.core.ports import Transport, Unreachable
-from geomesh_p2p.core.types import PeerId, Range
+from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.chunks import Bytes, Outgoing, Ranges, StreamKey
 
 FIRST_RETRY_SECONDS = 0.1
@@ -32,16 +31,12 @@ class Lane:
         self._failures = 0
 
     def offer(self, key: StreamKey, payload: Digest, buffer: Bytes, ranges: Ranges) -> Outgoing:
-        """Send the whole stream. A stream that was offered before is left as it is."""
+        """Send the whole stream; returns it, so that less can be asked for. One that was offered before is left as it is."""
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = Outgoing(key, payload, buffer, ranges)
         self._wake.set()
         return stream
-
-    def offer_gaps(self, key: StreamKey, payload: Digest, buffer: Bytes, ranges: Ranges, gaps: Iterable[Range]) -> None:
-        """Send these bytes of the stream, whatever of it was sent before."""
-        self.offer(key, payload, buffer, ranges).want(gaps)
 
     def acknowledge(self, key: StreamKey, offset: int) -> None:
         stream = self._streams.get(key)
