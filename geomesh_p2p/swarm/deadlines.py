@@ -1,4 +1,4 @@
-"""How long an exchange waits for a stream, and whom it asks meanwhile. Pure: time is an argument."""
+"""How long an exchange waits for its streams, whom it asks meanwhile, and whom it reports. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.types import PeerId, Plan
+from geomesh_p2p.swarm.chunks import StreamKey
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Missed:
     silent_seconds: float
 
 
-class Due:
+class _Due:
     """A stream that is due, from the moment that its owner is known to have made it.
 
     At a miss the owner is asked again, and then the other members in turn: the next one as soon as one says that it has
@@ -59,42 +60,40 @@ class Due:
 
     def __init__(self, owner: PeerId, others: tuple[PeerId, ...], patience_seconds: float, growth: float, now: float) -> None:
         self.owner = owner
-        self.misses = 0
         self.since = self.silent_since = now
+        self.deadline = now + patience_seconds
+        self.misses = 0
         self.blocked_by: tuple[PeerId, ...] = ()
         self._others = others
         self._patience = patience_seconds
         self._growth = growth
-        self._deadline = now + patience_seconds
         self._untried: list[PeerId] = []
         self._nudge_at = float("inf")
 
     @property
-    def deadline(self) -> float:
-        return self._deadline
+    def _wait_seconds(self) -> float:
+        return self._patience * self._growth**self.misses
 
     @property
     def next_at(self) -> float:
-        return min(self._deadline, self._nudge_at)
+        return min(self.deadline, self._nudge_at)
 
     def progressed(self, now: float) -> None:
         self.silent_since = now
-        self._wait(now)
-        self._untried = []
-        self._nudge_at = float("inf")
-        self.blocked_by = ()
+        self.deadline = now + self._wait_seconds
+        self.blocked(())
 
     def blocked(self, peers: tuple[PeerId, ...]) -> None:
-        """The owner is there, and waits for `peers` itself."""
+        """The owner is there (and waits for `peers` itself): nobody else need be asked until the next miss."""
         self.blocked_by = peers
         self._untried = []
         self._nudge_at = float("inf")
 
     def check(self, now: float) -> list[PeerId]:
         """Whom to ask now; a deadline that has passed counts as a miss."""
-        if now >= self._deadline:
+        if now >= self.deadline:
             self.misses += 1
-            self._wait(now)
+            self.deadline = now + self._wait_seconds
             self._untried = list(self._others)
             return [self.owner, *self.ask_next(now)]
         if now >= self._nudge_at:
@@ -104,12 +103,71 @@ class Due:
 
     def ask_next(self, now: float) -> list[PeerId]:
         """The next member that may hold what the owner does not deliver; none if all have been asked just now."""
-        self._nudge_at = now + self._span / 4
+        self._nudge_at = now + self._wait_seconds / 4
         return [self._untried.pop(0)] if self._untried else []
 
-    @property
-    def _span(self) -> float:
-        return self._patience * self._growth**self.misses
 
-    def _wait(self, now: float) -> None:
-        self._deadline = now + self._span
+class DueStreams:
+    """All streams that one member's exchange waits for."""
+
+    def __init__(self, me: PeerId, others: tuple[PeerId, ...], limits: ExchangeLimits, plan: Plan) -> None:
+        self._me = me
+        self._others = others
+        self._limits = limits
+        self._patience = limits.patience_seconds(plan)
+        self._due: dict[StreamKey, _Due] = {}
+
+    def clear(self) -> None:
+        self._due.clear()
+
+    def add(self, key: StreamKey, now: float) -> None:
+        """The bytes of `key` are due from now on, if they were not yet."""
+        if key not in self._due:
+            others = tuple(peer for peer in self._others if peer != key.owner)
+            self._due[key] = _Due(key.owner, others, self._patience, self._limits.deadline_growth, now)
+
+    def whole(self, key: StreamKey) -> None:
+        self._due.pop(key, None)
+
+    def is_due(self, key: StreamKey) -> bool:
+        return key in self._due
+
+    def misses(self, key: StreamKey) -> int:
+        return self._due[key].misses if key in self._due else 0
+
+    def progressed(self, key: StreamKey, now: float) -> None:
+        if key in self._due:
+            self._due[key].progressed(now)
+
+    def blocked(self, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
+        """The owner has said that it waits for `peers` itself: they are reported in its place."""
+        if self.misses(key):
+            self._due[key].blocked(peers)
+
+    def ask_next(self, key: StreamKey, now: float) -> list[PeerId]:
+        """One that was asked has nothing: whom to ask instead."""
+        return self._due[key].ask_next(now) if self.misses(key) else []
+
+    def seconds_to_next(self, now: float) -> float:
+        """How long `check` may be left alone. Nothing that is added or asked meanwhile needs it earlier."""
+        nearest = min((due.next_at for due in self._due.values()), default=float("inf"))
+        return max(0.0, min(self._patience / 4, nearest - now))
+
+    def check(self, now: float) -> tuple[list[tuple[StreamKey, list[PeerId]]], tuple[Missed, ...]]:
+        """Whom to ask for what now, and whom to report as lost."""
+        asks, missed = [], dict[PeerId, float]()
+        for key, due in self._due.items():
+            misses, asked = due.misses, due.check(now)
+            if asked:
+                asks.append((key, asked))
+            if due.misses > misses and due.misses >= self._limits.misses_until_lost:
+                for peer in due.blocked_by or (due.owner,):
+                    missed[peer] = max(missed.get(peer, 0.0), now - due.silent_since)
+        missed.pop(self._me, None)
+        return asks, tuple(Missed(peer, seconds) for peer, seconds in sorted(missed.items()))
+
+    def waiting(self, now: float) -> tuple[Waiting, ...]:
+        return tuple(
+            Waiting(due.owner, key.kind, now - due.since, max(0.0, due.deadline - now), due.misses)
+            for key, due in self._due.items()
+        )

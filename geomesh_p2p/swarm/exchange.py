@@ -21,7 +21,7 @@ from geomesh_p2p.core.ports import Transport, Vector
 from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range
 from geomesh_p2p.swarm.assembly import Assembly, ExchangeListener, Progress
 from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Ranges, StreamKey
-from geomesh_p2p.swarm.deadlines import Due, ExchangeLimits, Missed, Waiting
+from geomesh_p2p.swarm.deadlines import DueStreams, ExchangeLimits, Missed, Waiting
 from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 from geomesh_p2p.swarm.gather import Gather
 from geomesh_p2p.swarm.inbox import ExchangeInbox, ExchangeMessage
@@ -74,7 +74,7 @@ class Exchange:
         self._reception = Reception(plan, codec, self._streams, limits.acknowledge_chunks * limits.chunk_bytes)
         self._stored = self._reception.stored
         self._relays: dict[StreamKey, PeerId] = {}
-        self._due: dict[StreamKey, Due] = {}
+        self._due = DueStreams(me, tuple(self._lanes), limits, plan)
         self._known: dict[Digest, Bytes] = {}
         self._own_payload: Bytes | None = None
         self._part_residual: Vector | None = None
@@ -96,8 +96,12 @@ class Exchange:
     async def stop(self, reason: str) -> None:
         """End, whatever the state: no task and no buffer is left when this returns."""
         self._stopped = True
-        for held in (self._reception, self._headers, self._due, self._known, self._relays, *self._lanes.values()):
+        self._reception.clear()
+        self._due.clear()
+        for held in (self._headers, self._known, self._relays):
             held.clear()
+        for lane in self._lanes.values():
+            lane.clear()
         self._own_payload = self._part_residual = None
         if self._task is not None:
             self._task.cancel(reason)
@@ -210,13 +214,9 @@ class Exchange:
             self._acknowledge(sender, key, taken.acknowledge)
         if taken.new:
             self._count(taken.new)
-            self._progressed(key)
+            self._due.progressed(key, self._now)
             self._settle(key.owner)
             self._changed.set()
-
-    def _progressed(self, key: StreamKey) -> None:
-        if key in self._due:
-            self._due[key].progressed(self._now)
 
     def _expected_payload(self, key: StreamKey) -> Digest | None:
         """The hash that the stream's owner has announced, if it has."""
@@ -236,7 +236,7 @@ class Exchange:
                 self._now_whole(key)
 
     def _now_whole(self, key: StreamKey) -> None:
-        self._due.pop(key, None)
+        self._due.whole(key)
         if key in self._relays:
             self._lanes[self._relays[key]].offer(key, *self._stored[key])
         self._changed.set()
@@ -249,10 +249,10 @@ class Exchange:
             self._refuse(sender, "a part that does not fit")
             return
         key = StreamKey(PART, owner, header.share)
-        if header.share in self._headers or (sender != owner and not (key in self._due and self._due[key].misses)):
+        if header.share in self._headers or (sender != owner and not self._due.misses(key)):
             return
         self._headers[header.share] = header
-        self._progressed(key)
+        self._due.progressed(key, self._now)
         self._settle(owner)
         self._compare_parts()
 
@@ -292,16 +292,16 @@ class Exchange:
 
     def _not_here(self) -> tuple[PeerId, ...]:
         """The members whose contributions this reducer lacks."""
-        return tuple(peer for peer in self._lanes if self._is_due(self._streams.contribution_of(peer)))
+        return tuple(
+            peer for peer in self._lanes
+            if peer not in self._finished or self._due.is_due(self._streams.contribution_of(peer))
+        )  # fmt: skip
 
     def _not_to_be_had(self, sender: PeerId, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
-        due = self._due.get(key)
-        if due is None or not due.misses:
-            return
-        if sender == key.owner and key.kind == PART:
-            due.blocked(tuple(peer for peer in peers if peer in self.plan.peers and peer != sender))
-        elif sender != key.owner and (asked := due.ask_next(self._now)):
-            self._ask(asked, key)
+        if sender != key.owner:
+            self._ask(self._due.ask_next(key, self._now), key)
+        elif key.kind == PART:
+            self._due.blocked(key, tuple(peer for peer in peers if peer in self.plan.peers and peer != sender))
 
     def _ask(self, peers: list[PeerId], key: StreamKey) -> None:
         gaps = tuple(Range(*gap) for gap in self._reception.gaps(key)[:MAX_GAPS])
@@ -321,10 +321,6 @@ class Exchange:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    @property
-    def _patience(self) -> float:
-        return self._limits.patience_seconds(self.plan)
-
     def _expected(self) -> list[StreamKey]:
         """The streams that this peer needs and that their owners are known to have made (or to be about to: parts)."""
         keys = []
@@ -334,40 +330,25 @@ class Exchange:
             keys += self._streams.body(self.contributors)
         return [key for key in keys if key.owner != self._me]
 
-    def _is_due(self, key: StreamKey) -> bool:
-        return key in self._due or (key.owner not in self._finished and self._streams.inbound(key) is not None)
-
     def _look_for_due(self) -> None:
         for key in self._expected():
-            if key not in self._due and not self._reception.is_done(key):
-                others = tuple(peer for peer in self._lanes if peer != key.owner)
-                self._due[key] = Due(key.owner, others, self._patience, self._limits.deadline_growth, self._now)
+            if not self._reception.is_done(key):
+                self._due.add(key, self._now)
         self._compare_parts()
         self._changed.set()
 
     async def _watch(self) -> None:
         while True:
-            # nothing that becomes due while this sleeps has its deadline before it wakes
-            nearest = min((due.next_at for due in self._due.values()), default=float("inf"))
-            await asyncio.sleep(max(0.0, min(self._patience / 4, nearest - self._now)))
-            missed: dict[PeerId, float] = {}
-            for key, due in self._due.items():
-                misses = due.misses
-                if asked := due.check(self._now):
-                    self._ask(asked, key)
-                if due.misses > misses and due.misses >= self._limits.misses_until_lost:
-                    for peer in set(due.blocked_by or (due.owner,)) - {self._me}:
-                        missed[peer] = max(missed.get(peer, 0.0), self._now - due.silent_since)
+            await asyncio.sleep(self._due.seconds_to_next(self._now))
+            asks, missed = self._due.check(self._now)
+            for key, peers in asks:
+                self._ask(peers, key)
             if missed:
-                self._listener.lost(tuple(Missed(peer, seconds) for peer, seconds in sorted(missed.items())))
+                self._listener.lost(missed)
 
     def waiting(self) -> tuple[Waiting, ...]:
         """For whom and what this peer waits, since when, and how long still."""
-        now = self._now
-        return tuple(
-            Waiting(due.owner, key.kind, now - due.since, max(0.0, due.deadline - now), due.misses)
-            for key, due in self._due.items()
-        )
+        return self._due.waiting(self._now)
 
     # ------------------------------------------------------------ conclusion
 

@@ -1,6 +1,6 @@
 """The receiving half of an exchange: chunks to whole, checked streams. Neither clock nor transport here.
 
-    chunk -> (fits? wanted? of the contribution announced?) -> incoming buffer -> whole -> (header known? hash? rules?) -> stored
+    chunk -> (fits? of the contribution announced?) -> incoming buffer -> whole -> (header known? hash? rules?) -> stored
 
 Chunks may come before the header that names their stream, twice, and in any order.
 """
