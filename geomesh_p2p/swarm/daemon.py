@@ -1,0 +1,199 @@
+"""The libp2p daemon: started, watched, and spoken to. It ends with its parent, even if that is killed with -9.
+
+hivemind starts it and speaks its control protocol; the byte streams that carry frames are opened here, so that they are
+read by callbacks into place, without a task or a copy per frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from geomesh_p2p.config import NetSection
+from geomesh_p2p.core.ports import Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.swarm.streams import FrameStream
+
+OUTPUT_LINES = 20
+
+# Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
+# afterwards, which may have ended just before.
+LAUNCHER = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+OnExit = Callable[[int, str], None]
+Handler = Callable[[PeerId, FrameStream], None]
+
+
+class Daemon:
+    """A running daemon. `exited` is set once it has ended by itself."""
+
+    def __init__(self, p2p: P2P, output: deque[str]) -> None:
+        self.p2p = p2p
+        self._output = output
+        self._socket_folder = tempfile.mkdtemp(prefix="geomesh-")
+        self._server: asyncio.AbstractServer | None = None
+
+    @classmethod
+    async def start(cls, net: NetSection, identity_path: Path, on_exit: OnExit) -> Daemon:
+        """Raises TemporaryError, with the daemon's last words, if it does not come up in net.daemon_start_seconds."""
+        output: deque[str] = deque(maxlen=OUTPUT_LINES)
+
+        class Watched(P2P):  # type: ignore[misc]
+            """hivemind's daemon, tied to this process; keeps its last lines and tells when it ends."""
+
+            @staticmethod
+            def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+                launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
+                return launcher + P2P._make_process_args(*args, **kwargs)
+
+            async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
+                self.quiet = False
+                async for line in self._child.stdout:
+                    text = line.rstrip().decode(errors="replace")
+                    output.append(text)
+                    self._log_p2pd_message(text)
+                    if text.startswith("Peer ID:") and not ready.done():
+                        ready.set_result(None)
+                code = await self._child.wait()
+                if not ready.done():
+                    ready.set_exception(P2PDaemonError(f"it ended with code {code}"))
+                elif self._alive:
+                    on_exit(code, last_words(output))
+
+        try:
+            p2p = await Watched.create(
+                host_maddrs=[net.listen],
+                announce_maddrs=[net.announce] if net.announce else None,
+                identity_path=str(identity_path),
+                startup_timeout=net.daemon_start_seconds,
+                nat_port_map=net.port_mapping,
+                use_relay=net.relay,
+                use_auto_relay=net.relay,
+                trusted_relays=net.seeds if net.relay else None,
+                auto_nat=False,
+                use_ipfs=False,
+            )
+        except (P2PDaemonError, OSError) as error:
+            raise TemporaryError(
+                f"the libp2p daemon did not start ({error}; net.daemon_start_seconds is {net.daemon_start_seconds:g}). "
+                f"Its last words: {last_words(output) or 'none'}"
+            ) from None
+        return cls(p2p, output)
+
+    @property
+    def process_id(self) -> int:
+        return int(self.p2p._child.pid)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Where this peer can be dialled, the bound port and the peer id included."""
+        return tuple(str(address) for address in await self.p2p.get_visible_maddrs(latest=True))
+
+    async def connect(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """Dial `peer`, if it is not connected. Raises Unreachable with libp2p's reason."""
+        bare = [Multiaddr(address.split("/p2p/")[0]) for address in addresses]
+        try:
+            await self.p2p._client.connect(PeerID.from_base58(peer), bare)
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError, ValueError) as error:
+            raise Unreachable(str(error)) from None
+
+    async def open(self, peer: PeerId, protocol: str, stream: FrameStream) -> None:
+        """Connect `stream` to the handler of `protocol` at `peer`. Raises Unreachable with libp2p's reason."""
+        ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        stream.expect_preface(answered.set_result)
+        stream.on_early_loss(lambda: answered.done() or answered.set_exception(Unreachable("the daemon closed the stream")))
+        try:
+            path = self.p2p._daemon_listen_maddr["unix"]
+            await asyncio.get_running_loop().create_unix_connection(lambda: stream, path)
+            stream.write_raw(delimited(request.SerializeToString()))
+            answer = p2pd_pb2.Response.FromString(await answered)
+        except BaseException as error:
+            stream.abort()
+            if isinstance(error, OSError):
+                raise Unreachable(f"the daemon does not answer: {error}") from None
+            raise
+        if answer.type == p2pd_pb2.Response.ERROR:
+            stream.abort()
+            raise Unreachable(answer.error.msg or "stream refused")
+
+    async def accept(self, handlers: dict[str, Handler]) -> None:
+        """Serve streams by protocol: `handlers[protocol](peer, stream)` sets the stream's callbacks, or aborts it. `peer` is
+        the id that libp2p has authenticated."""
+        path = os.path.join(self._socket_folder, "accept.sock")
+        self._server = await asyncio.get_running_loop().create_unix_server(lambda: _incoming(handlers), path)
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_HANDLER,
+            streamHandler=p2pd_pb2.StreamHandlerRequest(
+                addr=Multiaddr(f"/unix{path}").to_bytes(), proto=list(handlers), balanced=False
+            ),
+        )
+        reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
+        writer.write(delimited(request.SerializeToString()))
+        size = await _read_varint(reader)
+        answer = p2pd_pb2.Response.FromString(await reader.readexactly(size))
+        writer.close()
+        if answer.type == p2pd_pb2.Response.ERROR:
+            raise TemporaryError(f"the libp2p daemon refused to serve {', '.join(handlers)}: {answer.error.msg}")
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.p2p.shutdown()
+        for name in os.listdir(self._socket_folder):
+            os.unlink(os.path.join(self._socket_folder, name))
+        os.rmdir(self._socket_folder)
+
+
+def _incoming(handlers: dict[str, Handler]) -> FrameStream:
+    stream = FrameStream()
+
+    def introduced(packed: bytes) -> None:
+        info = p2pd_pb2.StreamInfo.FromString(packed)
+        handlers[info.proto](PeerID(info.peer).to_base58(), stream)
+
+    stream.expect_preface(introduced)
+    return stream
+
+
+def last_words(output: deque[str]) -> str:
+    return " | ".join(line for line in output if line)[-2000:]
+
+
+def delimited(packed: bytes) -> bytes:
+    """A protobuf message behind its length as a varint: how the daemon frames its own messages."""
+    size, head = len(packed), bytearray()
+    while size >= 0x80:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return bytes(head) + packed
+
+
+async def _read_varint(reader: asyncio.StreamReader) -> int:
+    value, shift = 0, 0
+    while True:
+        byte = (await reader.readexactly(1))[0]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value
+        shift += 7

@@ -1,0 +1,302 @@
+"""The way to one other peer: a control stream, several bulk streams, a few for requests, and the emulated link in front.
+
+All are opened on demand, kept, and opened again with back-off after a failure. Everything runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from geomesh_p2p.core.messages import Fetched
+from geomesh_p2p.core.ports import PeerTraffic, Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.shaping import Shape, Shaper
+from geomesh_p2p.swarm.streams import FrameStream
+
+CONTROL, BULK, REQUEST = "/geomesh/1/control", "/geomesh/1/bulk", "/geomesh/1/request"
+CONTROL_QUEUE = 1024          # control messages that wait; the oldest is dropped beyond
+CONCURRENT_REQUESTS = 8
+OPEN_SECONDS = 10.0
+STALL_SECONDS = 15.0          # bulk streams that take nothing for so long are given up
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.25, 5.0
+
+Buffers = Sequence[bytes | memoryview]
+Opener = Callable[[PeerId, str, tuple[str, ...], FrameStream], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A control frame not yet written; `ready` once it has passed the emulated link."""
+
+    buffers: Buffers
+    size: int
+    ready: bool = False
+
+
+class Remote:
+    def __init__(self, peer: PeerId, open_stream: Opener, bulk_streams: int, shape: Shape) -> None:
+        self.peer = peer
+        self.addresses: tuple[str, ...] = ()
+        self.incarnation: bytes | None = None
+        self.traffic = PeerTraffic()
+        self.shaper = Shaper(shape)
+        self._open_stream = open_stream
+        self._loop = asyncio.get_running_loop()
+        self._failures = 0
+        self._retry_at = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+        self._control: FrameStream | None = None
+        self._control_opening = False
+        self._waiting: deque[_Waiting] = deque()
+
+        self._bulk_wanted = bulk_streams
+        self._bulk: list[FrameStream] = []
+        self._bulk_opening = False
+        self._turn: deque[asyncio.Future[None]] = deque()
+
+        self._idle: list[FrameStream] = []
+        self._asking: dict[FrameStream, tuple[int, asyncio.Future[Fetched]]] = {}
+        self._request_slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
+
+    # ------------------------------------------------------------ opening
+
+    async def _open(self, protocol: str) -> FrameStream:
+        """A new stream. Raises Unreachable; each failure lengthens the pause before the next try."""
+        pause = self._retry_at - self._loop.time()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        stream = FrameStream()
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                await self._open_stream(self.peer, protocol, self.addresses, stream)
+        except (Unreachable, TimeoutError) as error:
+            self._retry_at = self._loop.time() + min(FIRST_RETRY_SECONDS * 2**self._failures, LAST_RETRY_SECONDS)
+            self._failures = min(self._failures + 1, 16)
+            raise Unreachable(str(error) or f"no stream to {self.peer} within {OPEN_SECONDS:g} s") from None
+        self._failures, self._retry_at = 0, 0.0
+        return stream
+
+    def try_now(self) -> None:
+        """There is news of this peer (an address, a stream from it): no more waiting before the next try."""
+        self._failures, self._retry_at = 0, 0.0
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ control
+
+    def send(self, buffers: Buffers) -> None:
+        entry = _Waiting(buffers, sum(len(buffer) for buffer in buffers))
+        self._waiting.append(entry)
+        if len(self._waiting) > CONTROL_QUEUE:
+            self._waiting.popleft()
+            self.traffic.dropped += 1
+        self.shaper.submit(entry.size, lambda: self._passed(entry))
+
+    def _passed(self, entry: _Waiting) -> None:
+        entry.ready = True
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting and self._waiting[0].ready:
+            if self._control is None:
+                if not self._control_opening and not self._closed:
+                    self._control_opening = True
+                    self._spawn(self._open_control())
+                return
+            if self._control.paused:
+                return
+            entry = self._waiting.popleft()
+            self._control.write(entry.buffers)
+            self.traffic.overhead_sent += entry.size
+
+    async def _open_control(self) -> None:
+        try:
+            stream = await self._open(CONTROL)
+        except Unreachable:
+            while self._waiting and self._waiting[0].ready:
+                self._waiting.popleft()
+                self.traffic.dropped += 1
+            return
+        finally:
+            self._control_opening = False
+        if stream.lost:
+            return
+        stream.on_lost = self._control_lost
+        stream.on_writable = lambda _stream: self._flush()
+        self._control = stream
+        self._flush()
+
+    def _control_lost(self, stream: FrameStream) -> None:
+        if self._control is stream:
+            self._control = None
+            self._flush()
+
+    # ------------------------------------------------------------ bulk
+
+    async def send_bulk(self, buffers: Buffers, payload: int) -> None:
+        """Returns when a stream has taken the frame. Raises Unreachable."""
+        size = sum(len(buffer) for buffer in buffers)
+        while self._least_loaded() is None or self.shaper.wait_seconds() > 0:
+            if self._closed:
+                raise Unreachable("this transport was stopped")
+            if len(self._bulk) < self._bulk_wanted:
+                self._start_bulk()
+            if self._least_loaded() is None:
+                await self._wait_turn()
+            else:
+                await asyncio.sleep(self.shaper.wait_seconds())
+        if len(self._bulk) < self._bulk_wanted:
+            self._start_bulk()
+        self.shaper.submit(size, lambda: self._write_bulk(buffers))
+        self.traffic.payload_sent += payload
+        self.traffic.overhead_sent += size - payload
+
+    def _write_bulk(self, buffers: Buffers) -> None:
+        stream = self._least_loaded() or min(self._bulk, key=lambda s: s.backlog, default=None)
+        if stream is None:
+            self.traffic.dropped += 1
+        else:
+            stream.write(buffers)
+
+    def _least_loaded(self) -> FrameStream | None:
+        """The stream that the next chunk goes to; None if every one is full."""
+        return min((stream for stream in self._bulk if not stream.paused), key=lambda s: s.backlog, default=None)
+
+    async def _wait_turn(self) -> None:
+        """Until some stream has room. In order; gives the streams up if none takes anything for STALL_SECONDS."""
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turn.append(turn)
+        try:
+            while True:
+                before = self._backlog()
+                done, _ = await asyncio.wait({turn}, timeout=STALL_SECONDS)
+                if done:
+                    return turn.result()
+                if not self._bulk_opening and self._backlog() >= before:
+                    for stream in list(self._bulk):
+                        stream.abort()
+                    raise Unreachable(f"{self.peer} has taken nothing for {STALL_SECONDS:g} s")
+        finally:
+            if turn in self._turn:
+                self._turn.remove(turn)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._next_turn()  # whoever is next may still find room
+
+    def _backlog(self) -> int:
+        return sum(stream.backlog for stream in self._bulk)
+
+    def _next_turn(self, _stream: FrameStream | None = None) -> None:
+        while self._turn:
+            turn = self._turn.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def _start_bulk(self) -> None:
+        if not self._bulk_opening:
+            self._bulk_opening = True
+            self._spawn(self._open_bulk())
+
+    async def _open_bulk(self) -> None:
+        missing = self._bulk_wanted - len(self._bulk)
+        results = await asyncio.gather(*(self._open_one_bulk() for _ in range(missing)), return_exceptions=True)
+        self._bulk_opening = False
+        error = next((result for result in results if isinstance(result, BaseException)), None)
+        if not self._bulk:
+            while self._turn:
+                turn = self._turn.popleft()
+                if not turn.done():
+                    turn.set_exception(Unreachable(str(error) if error else f"{self.peer} closed its streams"))
+
+    async def _open_one_bulk(self) -> None:
+        stream = await self._open(BULK)
+        if stream.lost:
+            raise Unreachable(f"{self.peer} closed the stream")
+        stream.on_lost = self._bulk_lost
+        stream.on_writable = self._next_turn
+        self._bulk.append(stream)
+        self._next_turn()
+
+    def _bulk_lost(self, stream: FrameStream) -> None:
+        if stream in self._bulk:
+            self._bulk.remove(stream)
+        if not self._bulk and self._turn:
+            self._start_bulk()
+
+    # ------------------------------------------------------------ requests
+
+    async def request(self, sequence: int, buffers: Buffers) -> Fetched:
+        """One question on a stream of its own. The caller sets the deadline. Raises Unreachable."""
+        async with self._request_slots:
+            stream = self._idle.pop() if self._idle else await self._open_request()
+            answer: asyncio.Future[Fetched] = self._loop.create_future()
+            self._asking[stream] = sequence, answer
+            size = sum(len(buffer) for buffer in buffers)
+            self.shaper.submit(size, lambda: stream.write(buffers))
+            self.traffic.overhead_sent += size
+            try:
+                result = await answer
+            except BaseException:
+                stream.abort()  # a late answer has nobody to go to
+                raise
+            finally:
+                self._asking.pop(stream, None)
+            if not stream.lost:
+                self._idle.append(stream)
+            return result
+
+    async def _open_request(self) -> FrameStream:
+        stream = await self._open(REQUEST)
+        if stream.lost:
+            raise Unreachable(f"{self.peer} closed the stream")
+        stream.on_lost = self._request_lost
+        stream.on_body = self._answered
+        return stream
+
+    def _answered(self, stream: FrameStream, body: bytes | bytearray) -> None:
+        frame = wire.decode(body)
+        self.traffic.overhead_received += len(body) + wire.LENGTH_BYTES
+        sequence, answer = self._asking.get(stream, (None, None))
+        if answer is None or frame.sequence != sequence or not isinstance(frame.message, Fetched):
+            raise wire.FrameError(f"{type(frame.message).__name__}: not an answer to what was asked")
+        if not answer.done():
+            answer.set_result(frame.message)
+
+    def _request_lost(self, stream: FrameStream) -> None:
+        if stream in self._idle:
+            self._idle.remove(stream)
+        _, answer = self._asking.get(stream, (None, None))
+        if answer is not None and not answer.done():
+            answer.set_exception(Unreachable(f"{self.peer} closed the stream before it answered"))
+
+    # ------------------------------------------------------------ ends
+
+    def restarted(self) -> None:
+        """The other end is a new process: streams to the old one lead nowhere."""
+        self.try_now()
+        for stream in self._streams():
+            stream.abort()
+
+    def _streams(self) -> list[FrameStream]:
+        return [*([self._control] if self._control else []), *self._bulk, *self._idle, *self._asking]
+
+    def close(self) -> None:
+        self._closed = True
+        self.shaper.close()
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams():
+            stream.abort()
+        for turn in self._turn:
+            if not turn.done():
+                turn.set_exception(Unreachable("this transport was stopped"))
+        self._turn.clear()

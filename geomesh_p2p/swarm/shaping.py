@@ -1,0 +1,73 @@
+"""An emulated way to one other peer: frames wait for their turn at the link's rate, then for the one-way delay.
+
+The rate is shared by control and bulk; the delay is a pipeline, so it takes nothing from the rate. A frame is handed on
+at max(now, when the link is free) + size / rate + delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WINDOW_BYTES = 64 * 1024     # bulk waits while more than this is queued for the link
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Added one-way delay, and a cap on the rate (None: none)."""
+
+    delay_seconds: float = 0.0
+    bytes_per_second: float | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.delay_seconds <= 0 and self.bytes_per_second is None
+
+    def worse_of(self, other: Shape) -> Shape:
+        """The slower of both ends' values."""
+        rates = [rate for rate in (self.bytes_per_second, other.bytes_per_second) if rate is not None]
+        return Shape(max(self.delay_seconds, other.delay_seconds), min(rates, default=None))
+
+
+class Shaper:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._loop = asyncio.get_running_loop()
+        self._free_at = 0.0
+        self._queue: deque[tuple[float, Callable[[], None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, size: int, deliver: Callable[[], None]) -> None:
+        """Call `deliver` when a frame of `size` bytes would have come through, never out of order."""
+        if self.shape.free and not self._queue:
+            deliver()
+            return
+        rate = self.shape.bytes_per_second
+        self._free_at = max(self._loop.time(), self._free_at) + (size / rate if rate else 0.0)
+        due = self._free_at + self.shape.delay_seconds
+        if self._queue:
+            due = max(due, self._queue[-1][0])
+        self._queue.append((due, deliver))
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._run)
+
+    def wait_seconds(self) -> float:
+        """How long bulk should wait before it is submitted, so that control need not wait long behind it."""
+        rate = self.shape.bytes_per_second
+        return max(0.0, self._free_at - self._loop.time() - WINDOW_BYTES / rate) if rate else 0.0
+
+    def close(self) -> None:
+        self._queue.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _run(self) -> None:
+        self._timer = None
+        now = self._loop.time() + 0.0005  # timers have a granularity of a millisecond
+        while self._queue and self._queue[0][0] <= now:
+            self._queue.popleft()[1]()
+        if self._queue and self._timer is None:
+            self._timer = self._loop.call_at(self._queue[0][0], self._run)

@@ -1,0 +1,290 @@
+"""ports.Transport over libp2p: frames between authenticated peers, through the daemon of daemon.py.
+
+Peers speak over three kinds of streams (remote.py): control, one way each; bulk, one way, several in parallel; requests,
+there and back. Whoever opens a stream writes 8 bytes first that are new for each start of a transport, so that the other
+end notices a restart and drops streams that lead to the old process. The sender of a frame is the peer id that libp2p has
+authenticated, whatever the frame says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from geomesh_p2p.config import LinkSection, NetSection
+from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.ports import PeerTraffic, Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.errors import UnreachableError
+from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.addresses import Address, check_addresses, check_port_free
+from geomesh_p2p.swarm.daemon import Daemon
+from geomesh_p2p.swarm.identity import Identity, load_identity
+from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
+from geomesh_p2p.swarm.shaping import Shape
+from geomesh_p2p.swarm.streams import FrameStream
+
+INCARNATION_BYTES = 8
+INCOMING_STREAMS = 48            # of one remote
+DIAL_SECONDS = 10.0
+OTHER_SEEDS_SECONDS = 2.0        # how long further seeds are waited for once one has answered
+
+OnMessage = Callable[[PeerId, Message], None]
+OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
+OnWarning = Callable[[str, str], None]      # (reason from a fixed list, one line)
+OnDaemonExit = Callable[[int, str], None]   # (exit code, the daemon's last words)
+
+
+def shape_of(link: LinkSection) -> Shape:
+    """The emulated way of a site file's [links.NAME]: half of the round trip each way."""
+    return Shape(link.rtt_ms / 2000.0, link.mbps * 1e6 / 8 if link.mbps is not None else None)
+
+
+class Libp2pTransport:
+    """Must be made and used in one event loop. Checks its addresses when made (ConfigError); start() starts the daemon."""
+
+    def __init__(
+        self, net: NetSection, identity_path: str | Path, default_shape: Shape = Shape(),
+        on_warning: OnWarning | None = None, on_daemon_exit: OnDaemonExit | None = None,
+    ) -> None:  # fmt: skip
+        self.net = net
+        self.listening, self.seeds = check_addresses(net.listen, net.announce, net.seeds)
+        self.identity_path = Path(identity_path)
+        self.identity: Identity = load_identity(identity_path)
+        self.peer: PeerId = self.identity.peer
+        self.run = b""
+        self.daemon: Daemon | None = None
+        self.addresses: tuple[str, ...] = ()
+        self._default_shape = default_shape
+        self._on_warning = on_warning or (lambda reason, text: None)
+        self._on_daemon_exit = on_daemon_exit or (lambda code, output: None)
+        self._incarnation = os.urandom(INCARNATION_BYTES)
+        self._remotes: dict[PeerId, Remote] = {}
+        self._incoming: dict[PeerId, set[FrameStream]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sequence = 0
+        self._on_message: OnMessage | None = None
+        self._on_request: OnRequest | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, on_message: OnMessage, on_request: OnRequest) -> None:
+        """Raises TemporaryError: the port is in use, or the daemon did not come up."""
+        self._on_message, self._on_request = on_message, on_request
+        await asyncio.to_thread(check_port_free, self.listening)
+        self.daemon = await Daemon.start(self.net, self.identity_path, self._daemon_exited)
+        self.addresses = await self.daemon.addresses()
+        await self.daemon.accept({CONTROL: self._accept_frames, BULK: self._accept_frames, REQUEST: self._accept_requests})
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for remote in self._remotes.values():
+            remote.close()
+        for streams in self._incoming.values():
+            for stream in tuple(streams):
+                stream.abort()
+        daemon, self.daemon = self.daemon, None
+        if daemon is not None:
+            await daemon.stop()
+
+    def _daemon_exited(self, code: int, output: str) -> None:
+        self._on_daemon_exit(code, output)
+
+    async def reach(self) -> tuple[str, ...]:
+        """Connect to the seeds of net.seeds: one answer is enough. Returns one line for each that did not answer.
+
+        Tries again, with longer pauses, up to net.reach_seconds; then raises UnreachableError with a line per address.
+        """
+        outcomes: dict[str, str] = {}
+        async def one(seed: Address) -> None:
+            pause = 0.5
+            while True:
+                try:
+                    async with asyncio.timeout(DIAL_SECONDS):
+                        await self._dial(seed.peer, (seed.text,))
+                    outcomes.pop(seed.text, None)
+                    return
+                except TimeoutError:
+                    outcomes[seed.text] = f"no answer within {DIAL_SECONDS:g} s"
+                except Unreachable as error:
+                    outcomes[seed.text] = dial_reason(str(error))
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 8.0)
+
+        targets = [seed for seed in self.seeds if seed.peer != self.peer]
+        if not targets:
+            return ()
+        tries = {asyncio.create_task(one(seed)) for seed in targets}
+        try:
+            done, _ = await asyncio.wait(tries, timeout=self.net.reach_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                lines = "; ".join(f"{address}: {why}" for address, why in outcomes.items()) or "no answer"
+                raise UnreachableError(
+                    f"none of net.seeds answered within {self.net.reach_seconds:g} s (net.reach_seconds): {lines}. "
+                    f"Check that a peer of the run is up there and that its port is open"
+                )
+            await asyncio.wait(tries, timeout=OTHER_SEEDS_SECONDS)
+        finally:
+            for task in tries:
+                task.cancel()
+        lines_left = tuple(f"{address}: {why}" for address, why in outcomes.items())
+        for line in lines_left:
+            self._on_warning("seed_unreachable", f"seed {line}")
+        return lines_left
+
+    async def _dial(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        if self.daemon is None:
+            raise Unreachable("this transport is not running")
+        await self.daemon.connect(peer, addresses)
+
+    # ------------------------------------------------------------ the other peers
+
+    def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        remote = self._remote(peer)
+        if addresses and tuple(addresses) != remote.addresses:
+            remote.addresses = tuple(addresses)
+            remote.try_now()
+
+    def shape(self, peer: PeerId, shape: Shape) -> None:
+        """Emulate this way to `peer` from now on."""
+        self._remote(peer).shaper.shape = shape
+
+    def traffic(self) -> dict[PeerId, PeerTraffic]:
+        return {peer: replace(remote.traffic) for peer, remote in self._remotes.items()}
+
+    def _remote(self, peer: PeerId) -> Remote:
+        remote = self._remotes.get(peer)
+        if remote is None:
+            remote = self._remotes[peer] = Remote(peer, self._open, self.net.streams, self._default_shape)
+        return remote
+
+    async def _open(self, peer: PeerId, protocol: str, addresses: tuple[str, ...], stream: FrameStream) -> None:
+        daemon = self.daemon
+        if daemon is None or peer == self.peer:
+            raise Unreachable("this transport is not running" if daemon is None else "a peer does not dial itself")
+        try:
+            if addresses:
+                await daemon.connect(peer, addresses)
+            await daemon.open(peer, protocol, stream)
+        except ValueError as error:
+            raise Unreachable(f"{peer!r} is not a peer id ({error})") from None
+        stream.write_raw(self._incarnation)
+
+    def send(self, to: PeerId, message: Message) -> None:
+        remote = self._remote(to)
+        try:
+            if self.daemon is None or to == self.peer:
+                raise wire.FrameError("nowhere to send it")
+            buffers = wire.encode(message, self.run)
+        except (wire.FrameError, TypeError) as error:
+            remote.traffic.dropped += 1
+            if self.daemon is not None:
+                self._on_warning("not_sent", f"{type(message).__name__} to {to} was not sent: {error}")
+            return
+        remote.send(buffers)
+
+    async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
+        if self.daemon is None:
+            raise Unreachable("this transport is not running")
+        await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
+
+    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
+        self._sequence += 1
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._remote(to).request(self._sequence, wire.encode(fetch, self.run, self._sequence))
+        except TimeoutError:
+            raise Unreachable(f"{to} did not answer a request for {fetch.what} within {timeout_seconds:g} s") from None
+
+    # ------------------------------------------------------------ what arrives
+
+    def _accept(self, peer: PeerId, stream: FrameStream) -> None:
+        streams = self._incoming.setdefault(peer, set())
+        if len(streams) >= INCOMING_STREAMS:
+            self._on_warning("too_many_streams", f"{peer} opened more than {INCOMING_STREAMS} streams")
+            stream.abort()
+            return
+        streams.add(stream)
+        stream.on_lost = streams.discard
+        stream.on_bad = lambda _stream, error: self._bad(peer, error)
+        stream.expect_bytes(INCARNATION_BYTES, lambda incarnation: self._met(peer, incarnation))
+
+    def _met(self, peer: PeerId, incarnation: bytes) -> None:
+        remote = self._remote(peer)
+        if remote.incarnation not in (None, incarnation):
+            remote.restarted()
+        remote.incarnation = incarnation
+        remote.try_now()
+
+    def _bad(self, peer: PeerId, error: wire.FrameError) -> None:
+        reason = "other_version" if isinstance(error, wire.VersionMismatch) else "bad_frame"
+        self._on_warning(reason, f"{peer}: {error}")
+
+    def _accept_frames(self, peer: PeerId, stream: FrameStream) -> None:
+        self._accept(peer, stream)
+        stream.on_body = lambda _stream, body: self._heard(peer, body)
+
+    def _heard(self, peer: PeerId, body: bytes | bytearray) -> None:
+        frame = wire.decode(body)
+        traffic, message = self._remote(peer).traffic, frame.message
+        payload = len(message.data) if isinstance(message, Chunk) else 0
+        traffic.payload_received += payload
+        traffic.overhead_received += len(body) + wire.LENGTH_BYTES - payload
+        if isinstance(message, (Fetch, Fetched)):
+            raise wire.FrameError(f"{type(message).__name__}: has streams of its own")
+        if not wire.concerns(self.run, frame) or self._on_message is None:
+            return
+        try:
+            self._on_message(peer, message)
+        except Exception as error:  # a bug in a handler must not end the stream
+            asyncio.get_running_loop().call_exception_handler({"message": f"on {type(message).__name__}", "exception": error})
+
+    def _accept_requests(self, peer: PeerId, stream: FrameStream) -> None:
+        self._accept(peer, stream)
+        busy: set[asyncio.Task[None]] = set()
+
+        def asked(stream: FrameStream, body: bytes | bytearray) -> None:
+            frame = wire.decode(body)
+            self._remote(peer).traffic.overhead_received += len(body) + wire.LENGTH_BYTES
+            if not isinstance(frame.message, Fetch) or busy:
+                raise wire.FrameError(f"{type(frame.message).__name__}: one Fetch at a time expected")
+            task = asyncio.create_task(self._answer(peer, stream, frame))
+            for tasks in (busy, self._tasks):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        stream.on_body = asked
+
+    async def _answer(self, peer: PeerId, stream: FrameStream, frame: wire.Frame) -> None:
+        assert isinstance(frame.message, Fetch) and self._on_request is not None
+        remote = self._remote(peer)
+        if not wire.concerns(self.run, frame):
+            stream.abort()
+            return
+        try:
+            answer = await self._on_request(peer, frame.message)
+            buffers = wire.encode(answer, self.run, frame.sequence)
+        except BaseException:
+            stream.abort()  # the other end sees at once that there will be no answer
+            raise
+        size = sum(len(buffer) for buffer in buffers)
+        remote.traffic.overhead_sent += size
+        remote.shaper.submit(size, lambda: stream.write(buffers))
+
+
+def dial_reason(text: str) -> str:
+    """libp2p's long account of a failed dial in a few words."""
+    low = text.lower()
+    if "peer id mismatch" in low or "key mismatch" in low:
+        return "another peer answers there (its peer id differs)"
+    if "connection refused" in low:
+        return "connection refused: nothing listens there"
+    if "no route to host" in low or "network is unreachable" in low:
+        return "no route there"
+    if "timeout" in low or "deadline exceeded" in low:
+        return "no answer"
+    return text.replace("\n", " ")[:200]
