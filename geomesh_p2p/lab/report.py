@@ -57,10 +57,12 @@ def write_report(folder: Path, run: RunConfig, sites: Sequence[str], time_scale:
 def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: float | None = None) -> dict[str, Any]:
     """The report of the run in `folder`, with the peers of `sites`. Figures without any data are null."""
     peers = [read_peer(folder / site, site) for site in sites]
-    parameters = next((peer.parameters for peer in peers if peer.parameters), None) or count_parameters(run)
+    parameters = next((peer.parameters for peer in peers if peer.parameters), None)
     commits = {number: line for peer in peers for number, line in peer.commits.items()}
     rounds = [summarise_round(number, peers, commits.get(number)) for number in sorted(_numbers(peers))]
     _add_perplexities(rounds, peers)
+    if parameters is None and rounds:
+        parameters = count_parameters(run)
     lines = [line for peer in peers for line in peer.trained]
     steady = [line for line in lines if line["round"] >= STEADY_FROM_ROUND]
     fastest = find_fastest(peers)
@@ -209,7 +211,7 @@ def summarise_round(number: int, peers: Sequence[PeerRecord], commit: dict[str, 
 
 
 def summarise_peer(peer: PeerRecord) -> dict[str, Any]:
-    """`rounds` counts the rounds committed here, `rounds_trained` those with a part of its own. Batch and steps are the last."""
+    """`rounds` counts the rounds committed here, `rounds_trained` those with a part of its own; batch and steps of the last."""
     last = peer.trained[-1] if peer.trained else {}
     newest = max((*peer.rounds, *peer.commits), default=0)
     shown = peer.commits.get(newest) or peer.rounds.get(newest) or {}

@@ -27,21 +27,20 @@ def _summary(report: dict[str, Any]) -> list[str]:
         "validation perplexity": f"{number(report['val_ppl_first'], '.2f')} -> {number(report['val_ppl_last'], '.2f')}",
         "target": reached,
         "compute": percent(report["compute_share"]),
-        "straggler idle": _idle(report, "straggler_idle_share")
-        + f", {percent(report['straggler_idle_share_fastest'])} at the fastest site, {report['fastest_site'] or '-'}",
+        "straggler idle": _idle(report, "straggler_idle_share"),
+        "straggler idle of the fastest": f"{percent(report['straggler_idle_share_fastest'])} ({report['fastest_site'] or '-'})",
         "WAN idle": _idle(report, "wan_idle_share"),
         "planned against real finish": f"within {percent(report['finish_error_share_steady'])} from round 3 on",
-        "payload sent": f"{size(report['bytes_payload'])}: {fraction(report['bytes_ratio_to_fp32'])} of fp32 in the same topology, "
-        + f"{fraction(report['bytes_ratio_to_fp32_ring'])} of an fp32 ring all-reduce",
-        "all bytes sent": size(report["bytes_total"]),
-        "digest": f"`{report['digest']}`" + (", equal on all peers in every round" if report["digests_equal"] else ""),
+        "bytes sent": f"{size(report['bytes_payload'])} of payload, {size(report['bytes_total'])} in all",
+        "payload against fp32, same topology": fraction(report["bytes_ratio_to_fp32"]),
+        "payload against an fp32 ring all-reduce": fraction(report["bytes_ratio_to_fp32_ring"]),
+        "digest": f"`{report['digest']}`",
+        "digests": "equal on all peers in every round" if report["digests_equal"] else "different, see the rounds below",
     }
     if report["emulation_time_scale"] is not None:
         overrun = percent(report["emulation_overrun_share"])
         facts["emulated speeds"] = f"step times scaled by {report['emulation_time_scale']:.4g}; {overrun} overrun"
     lines = ["", *table(("", ""), facts.items())]
-    if not report["digests_equal"]:
-        lines += ["", "**The peers' digests differ: see the rounds below.**"]
     if not report["idle_valid"]:
         lines += ["", "**Emulated speeds were not kept (overrun above 1%): the idle figures are not valid.**"]
     return lines
@@ -53,8 +52,8 @@ def _idle(report: dict[str, Any], key: str) -> str:
 
 def _rounds(rounds: Sequence[dict[str, Any]]) -> list[str]:
     head = (
-        "round", "term", "members", "topology", "tokens", "planned s", "real s", "straggler idle", "WAN idle", "loss", "val ppl",
-        "digest",
+        "round", "term", "members", "topology", "tokens", "planned s", "real s", "straggler idle", "WAN idle", "loss",
+        "val ppl", "digest",
     )  # fmt: skip
     return table(head, map(_round, rounds))
 
