@@ -183,8 +183,9 @@ def _split(
         size += len(parts[index])
     if size < needed or size > total * LARGEST_HELD_OUT_SHARE:
         raise DataError(
-            f"dataset: the corpus has {total:,} tokens in {len(parts):,} documents; validation needs {needed:,} in whole documents, which would hold out {size:,}. "
-            "Give more text, or lower dataset.validation_sequences or model.sequence_length"
+            f"dataset: the corpus has {total:,} tokens in {len(parts):,} documents; validation needs {needed:,} "
+            f"in whole documents, which would hold out {size:,}. Give more text, "
+            "or lower dataset.validation_sequences or model.sequence_length"
         )
     train = [part for index, part in enumerate(parts) if index not in held]
     return np.concatenate(train), np.concatenate([parts[index] for index in sorted(held)])
