@@ -19,6 +19,7 @@ from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.types import Founding, Held, Update
 from geomesh_p2p.engine.files import PARTIAL, FolderLock, damaged, read_record, sync_folder, write_record
 from geomesh_p2p.engine.snapshots import Manifest, Receiver, Snapshot, Snapshots
+from geomesh_p2p.errors import DataError
 
 __all__ = ["DiskStore", "Manifest", "Receiver", "Snapshot", "Snapshots"]
 
@@ -40,8 +41,6 @@ class DiskStore:
         self._lock = FolderLock(self.folder)
         for stale in (*self.folder.glob("*.record" + PARTIAL), *self._log.glob("*" + PARTIAL)):
             stale.unlink()
-        names = (_NAME.fullmatch(path.name) for path in self._log.iterdir())
-        self._rounds = sorted(int(name[1]) for name in names if name)
         self._held: Held | None = None
 
     def close(self) -> None:
@@ -89,6 +88,8 @@ class DiskStore:
         if found is None:
             return None
         held, body = found
+        if held.update.round < self.rounds().stop:
+            return None  # its round was committed, and this peer stopped before the record was gone
         if digest_bytes(body) != held.update.body:
             raise damaged(self.folder / "held.record")
         self._held = held
@@ -106,26 +107,18 @@ class DiskStore:
 
     def append(self, update: Update, body: Sequence[memoryview | bytes]) -> None:
         """Adds an update that is committed; a held record of its round or an older one is gone afterwards."""
-        held_path = self.folder / "held.record"
-        if self._held is None:
-            self._held = self._held_header()
-        if self._held is not None and self._held.update == update:
-            os.rename(held_path, self._path(update.round))
+        path = self.folder / "held.record"
+        held, self._held = self._held or _held_in(path), None
+        if held is not None and held.update == update:
+            os.rename(path, self._path(update.round))
             sync_folder(self._log)
-            sync_folder(self.folder)
         else:
             write_record(self._path(update.round), _UPDATE, pack(update), body)
-            if self._held is not None and self._held.update.round <= update.round:
-                os.unlink(held_path)
-                sync_folder(self.folder)
-        if self._held is not None and self._held.update.round <= update.round:
-            self._held = None
-        if update.round not in self._rounds:
-            self._rounds = sorted([*self._rounds, update.round])
-
-    def _held_header(self) -> Held | None:
-        path = self.folder / "held.record"
-        return unpack(Held, read_record(path, with_body=False)[1]) if path.exists() else None
+            if held is not None and held.update.round > update.round:
+                self._held = held
+            else:
+                path.unlink(missing_ok=True)
+        sync_folder(self.folder)
 
     def read_update(self, round: int) -> tuple[Update, bytes] | None:
         """None if it is not here; DataError if it is damaged (see `set_aside`)."""
@@ -140,14 +133,17 @@ class DiskStore:
 
     def rounds(self) -> range:
         """Rounds on disk without a gap up to the newest; empty before the first commit."""
-        if not self._rounds:
+        present = self._present()
+        if not present:
             return range(0)
-        first = last = self._rounds[-1]
-        for round in reversed(self._rounds[:-1]):
-            if round != first - 1:
-                break
-            first = round
+        first = last = max(present)
+        while first - 1 in present:
+            first -= 1
         return range(first, last + 1)
+
+    def _present(self) -> set[int]:
+        names = (_NAME.fullmatch(path.name) for path in self._log.iterdir())
+        return {int(name[1]) for name in names if name}
 
     def set_aside(self, round: int) -> Path:
         """Moves a damaged update out of the log, so that a sound copy from another peer can be appended; says where to."""
@@ -155,11 +151,18 @@ class DiskStore:
         aside = path.with_suffix(".damaged")
         os.rename(path, aside)
         sync_folder(self._log)
-        self._rounds.remove(round)
         return aside
 
     def prune(self, first_kept: int) -> None:
         """Deletes updates of rounds before `first_kept`, the oldest first."""
-        while self._rounds and self._rounds[0] < first_kept:
-            self._path(self._rounds[0]).unlink(missing_ok=True)
-            del self._rounds[0]
+        for round in sorted(self._present()):
+            if round < first_kept:
+                self._path(round).unlink()
+
+
+def _held_in(path: Path) -> Held | None:
+    """What `path` holds; None if nothing in it can be read: a commit has a body of its own and does without."""
+    try:
+        return unpack(Held, read_record(path, with_body=False)[1])
+    except (FileNotFoundError, DataError, ValueError):
+        return None

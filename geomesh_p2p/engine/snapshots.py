@@ -116,23 +116,23 @@ class Snapshots:
         """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError (DiskFullError
         before anything is written, if space is short), and DataError if what was written does not read back."""
         require_space(self.folder, anchor.nbytes + momentum.nbytes + (0 if residual is None else residual.nbytes))
-        aside = self._fresh(state.round)
-        hashes: list[Digest] = []
-        write_synced(aside / SHARED, _hashed(_safetensors({"anchor": anchor, "momentum": momentum}), hashes))
-        if residual is not None:
-            write_synced(aside / RESIDUAL, _safetensors({"residual": residual}))
-        if save_inner is not None:
-            save_inner(str(aside / INNER))
-            _sync_file(aside / INNER)
-        manifest = Manifest(state, anchor.size, tuple(hashes))
-        self._publish(aside, manifest)
+        self._delete("snapshot-*" + PARTIAL)
+        aside = self.folder / f"snapshot-{state.round}{PARTIAL}"
+        try:
+            aside.mkdir()
+            hashes: list[Digest] = []
+            write_synced(aside / SHARED, _hashed(_safetensors({"anchor": anchor, "momentum": momentum}), hashes))
+            if residual is not None:
+                write_synced(aside / RESIDUAL, _safetensors({"residual": residual}))
+            if save_inner is not None:
+                save_inner(str(aside / INNER))
+                _sync_file(aside / INNER)
+            manifest = Manifest(state, anchor.size, tuple(hashes))
+            self._publish(aside, manifest)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
         return manifest
-
-    def _fresh(self, round: int) -> Path:
-        self._delete(f"snapshot-*{PARTIAL}")
-        aside = self.folder / f"snapshot-{round}{PARTIAL}"
-        aside.mkdir()
-        return aside
 
     def _publish(self, aside: Path, manifest: Manifest) -> None:
         write_synced(aside / META, [_meta(aside, manifest)])
