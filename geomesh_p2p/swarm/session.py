@@ -119,6 +119,8 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.bench.drop()
+            if self.outcome is not None and self.outcome[0] == 0 and self.replica.round not in self.around.snapshots.rounds():
+                self._save_snapshot(self.replica.log.state)
             self.bench.put(None)
         if self.crash is not None:
             raise self.crash
@@ -446,7 +448,7 @@ class Session:
         self.book.folded(update, codec_seconds, self.around.clock())
 
     def _validated(self, round: int, nats: float, tokens: int) -> None:
-        self.book.validated(round, nats, tokens, final=True)
+        self.book.validated(round, nats, tokens)
         self._spawn(self._linger())
 
     # ---------------------------------------------------------------- small things

@@ -1,0 +1,80 @@
+"""Whole peers over the memory transport: rounds are committed, all replicas equal, through kills and returns."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.swarm.memory import Network
+from tests.mesh.toy import ToyPeer, toy_mesh, toy_run
+
+
+async def until(condition: object, limit_seconds: float = 30.0) -> None:
+    async with asyncio.timeout(limit_seconds):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+def anchors(peers: list[ToyPeer]) -> set[bytes]:
+    return {peer.model.state.anchor.tobytes() + peer.model.state.momentum.tobytes() for peer in peers}
+
+
+@pytest.mark.parametrize("topology", ["gather", "reduce"])
+async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str) -> None:
+    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], toy_run(topology=topology), Network())
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    await asyncio.gather(*(peer.task for peer in peers if peer.task))
+    assert [peer.session.outcome[0] for peer in peers] == [0] * 4
+    assert set(peers[0].digests()) == {1, 2, 3, 4, 5}
+    assert len({tuple(sorted(peer.digests().items())) for peer in peers}) == 1
+    assert len(anchors(peers)) == 1
+    assert peers[0].model.state.anchor.any()
+
+
+async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    run = toy_run()
+    run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 40})})
+    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], run, Network())
+    ids = [p.peer for p in peers]
+    for peer in peers:
+        peer.start(ids)
+    victim = peers[2]
+    await until(lambda: len(victim.digests()) >= 3)
+    reached = max(peers[0].digests())
+    await victim.kill()
+    await until(lambda: max(peers[0].digests()) >= reached + 4)
+    members = [fields["view"] for kind, fields in peers[0].notes if kind == "commit"]
+    assert any(victim.peer not in view for view in members[reached:]), "the kill went unnoticed"
+    victim.start(ids)
+    back = max(peers[0].digests())
+    await until(lambda: any(victim.peer in fields["view"] and fields["round"] > back for kind, fields in peers[0].notes if kind == "commit"))
+    await asyncio.gather(*(peer.task for peer in peers if peer.task))
+    assert max(victim.digests()) == 40
+    assert len(anchors(peers)) == 1
+    assert all(victim.digests()[r] == peers[0].digests()[r] for r in victim.digests())
+
+
+async def test_stopped_and_started_again_goes_on(tmp_path: Path) -> None:
+    def with_rounds(rounds: int) -> RunConfig:
+        run = toy_run()
+        return run.model_copy(update={"run": run.run.model_copy(update={"rounds": rounds})})
+
+    async def play(folder: Path, *stops: int) -> list[ToyPeer]:
+        peers: list[ToyPeer] = []
+        for rounds in stops:
+            peers = toy_mesh(folder, ["a", "b", "c"], with_rounds(rounds), Network())
+            for peer in peers:
+                peer.start([p.peer for p in peers])
+            await asyncio.gather(*(peer.task for peer in peers if peer.task))
+            for peer in peers:
+                peer.store.close()
+        return peers
+
+    whole = await play(tmp_path / "whole", 7)
+    parts = await play(tmp_path / "parts", 3, 7)
+    assert whole[0].digests()[7] == parts[0].digests()[7]
+    assert anchors(whole) == anchors(parts)

@@ -1,0 +1,179 @@
+"""A toy engine and whole peers over the memory transport: everything real but libp2p and torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from geomesh_p2p.swarm.links import LinkTable
+
+from geomesh_p2p.config import CodecSection, OuterSection, RunConfig
+from geomesh_p2p.core.canonical import digest, digest_bytes
+from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.layout import Layout, Tensor
+from geomesh_p2p.core.log import RoundLog
+from geomesh_p2p.core.outer import OuterState
+from geomesh_p2p.core.ports import InnerResult
+from geomesh_p2p.core.replica import Replica, Settings
+from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.membership import Admission, Membership, Self
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.planning import LeadersPlanner
+from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
+from geomesh_p2p.train import LocalModel, train
+
+SIZE = 4096
+
+
+class ToyEngine:
+    """Weights drift by a seeded pattern of the ranges trained; time passes on the loop's clock, not really."""
+
+    def __init__(self, seconds_per_sequence: float, wait: Callable[[float], None]) -> None:
+        self.values = np.zeros(SIZE, np.float32)
+        self.seconds_per_sequence = seconds_per_sequence
+        self.wait = wait
+
+    parameters = SIZE
+
+    def weights(self) -> Any:
+        return self.values
+
+    def set_weights(self, anchor: Any) -> None:
+        self.values[:] = anchor
+
+    def measure(self) -> tuple[BatchTime, ...]:
+        return tuple(BatchTime(b, b * self.seconds_per_sequence) for b in (1, 2, 4, 8))
+
+    def train(self, assignment: Assignment, plan: Plan, should_close: Callable[[], bool], started: float) -> InnerResult:
+        seconds = []
+        for step in range(assignment.inner_steps):
+            batch = assignment.last_batch if step == assignment.inner_steps - 1 else assignment.batch
+            self.wait(batch * self.seconds_per_sequence)
+            seconds.append(batch * self.seconds_per_sequence)
+            if should_close():
+                break
+        done = sum(assignment.last_batch if s == assignment.inner_steps - 1 else assignment.batch for s in range(len(seconds)))
+        ranges, left = [], done
+        for r in assignment.ranges:
+            if left > 0:
+                ranges.append(Range(r.start, min(r.stop, r.start + left)))
+                left -= len(ranges[-1])
+        for r in ranges:
+            self.values += np.random.default_rng(r.start).normal(0, 0.01, SIZE).astype(np.float32)
+        return InnerResult(done * 16, tuple(ranges), len(seconds), 1.0, sum(seconds), 0.0, tuple(seconds), 0, 0.0, 1e-3)
+
+    def validate(self, share: int, of: int) -> tuple[float, int]:
+        return 1.0, 1
+
+    def save_inner(self, path: str) -> None:
+        Path(path).write_bytes(b"inner")
+
+    def load_inner(self, path: str) -> None:
+        assert Path(path).read_bytes() == b"inner"
+
+
+def toy_run(**planner: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "toy", "rounds": 5, "min_peers": 2},
+            "model": {"sequence_length": 16},
+            "planner": {"mode": "uniform", "batch": 2, "inner_steps": 4, **planner},
+            "save": {"snapshot_every_rounds": 2},
+        }
+    )
+
+
+TIMING = Timing(
+    heartbeat_seconds=0.1, heartbeat_limit_seconds=0.8, election_seconds=0.4, lease_seconds=0.9, settle_seconds=0.3, retry_seconds=0.2
+)
+LAYOUT = Layout((Tensor("w", SIZE, 1),))
+
+
+@dataclass
+class ToyPeer:
+    """One whole peer but for libp2p and torch. `start` begins (again) from its folder; `kill` ends it as kill -9 does."""
+
+    network: Network
+    folder: Path
+    name: str
+    run: RunConfig
+    founding: Founding
+    seconds_per_sequence: float = 0.005
+    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    session: Session | None = None
+    task: asyncio.Task[Any] | None = None
+
+    @property
+    def peer(self) -> str:
+        return f"id-{self.name}"
+
+    def start(self, everybody: list[str]) -> None:
+        self.store = DiskStore(self.folder / self.name)
+        snapshots = Snapshots(self.folder / self.name, 2)
+        engine = ToyEngine(self.seconds_per_sequence, time.sleep)
+        snapshot = snapshots.newest()
+        state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
+        log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
+        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, CodecSection(), OuterSection())
+        from geomesh_p2p.core.outer import apply_update
+
+        while (found := self.store.read_update(log.round + 1)) is not None:
+            log.append(found[0])
+            apply_update(state, LAYOUT, CodecSection(), OuterSection(), *found)
+        self.model = model
+        held = self.store.load_held()
+        transport = self.network.transport(self.peer)
+        transport.run = self.founding.run
+        me = Self(self.peer, self.name, True, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
+        membership = Membership(me, Admission(), transport.send, TIMING.heartbeat_limit_seconds)
+        settings = Settings(timing=TIMING, min_peers=self.run.run.min_peers, final_round=self.run.run.rounds, seed=1)
+        durable = self.store.load_durable() or Durable(NO_TERM, False)
+        replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings)
+        around = Surroundings(
+            transport, self.store, snapshots, membership, LinkTable(), self.events.append, lambda kind, fields: self.notes.append((kind, fields))
+        )
+        planner = LeadersPlanner(self.run, LAYOUT)
+        codec = ExchangeCodec(LAYOUT, CodecSection())
+        self.session = Session(
+            around,
+            replica,
+            Planning(planner.make, 1, self.run.run.rounds, self.run.save.snapshot_every_rounds),
+            ExchangeSetup(codec, ExchangeLimits(deadline_seconds=0.5), 2**22),
+            Profile(self.peer, self.name, "toy", engine.measure()),
+        )
+
+        async def live(session: Session) -> None:
+            await transport.start(session.receive, session.answer)
+            for other in everybody:
+                membership.greet(other, time.monotonic())
+            try:
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(session.run())
+                    both.create_task(train(session.bench, model))
+            finally:
+                await transport.stop()
+
+        self.task = asyncio.create_task(live(self.session))
+
+    async def kill(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.store.close()
+
+    def digests(self) -> dict[int, str]:
+        return {fields["round"]: fields["digest"].hex() for kind, fields in self.notes if kind == "commit"}
+
+
+def toy_mesh(folder: Path, names: list[str], run: RunConfig, network: Network) -> list[ToyPeer]:
+    fingerprint = digest("toy")
+    founding = Founding(fingerprint, b"nonce", 0, digest_bytes(b""), f"id-{names[0]}")
+    return [ToyPeer(network, folder, name, run, founding) for name in names]
