@@ -150,6 +150,34 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(args: argparse.Namespace) -> int:
+    config = _resolve(args).config
+    from geomesh_p2p.lab.artifacts import profile
+
+    for point in profile(config, args.device, args.out):
+        rate = point.batch * config.model.sequence_length / point.seconds
+        print(f"batch {point.batch:>5}  {point.seconds:10.4f} s a step  {rate:12,.0f} tokens/s")
+    print(f"geomesh: profile in {args.out}: name it in a site file as device.profile", file=sys.stderr)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.artifacts import evaluate
+
+    found = evaluate(args.folder, args.device)
+    text = "round {round}: perplexity {perplexity:.3f} on {tokens:,} tokens, digest {digest}".format(**found)
+    print(json.dumps(found) if args.json else text)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.artifacts import export
+
+    found = export(args.folder, args.out)
+    print("{folder}: round {round}, {parameters:,} parameters, digest {digest}".format(**found))
+    return 0
+
+
 def _history_verify(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.verify import main as verify
 
@@ -233,7 +261,7 @@ def _parser() -> _Parser:
     start = peer.add_mutually_exclusive_group()
     start.add_argument("--first", action="store_true", help="found the run")
     start.add_argument("--bootstrap", nargs="+", metavar="ADDR", help="peers of the run; @FILE: waits for that file")
-    peer.add_argument("--address-file", type=Path, metavar="FILE", help="write this peer's address there once it listens")
+    peer.add_argument("--address-file", default="", metavar="FILE", help="write this peer's address there once it listens")
     peer.add_argument("--control-fd-in", type=int, metavar="N", help=argparse.SUPPRESS)
     peer.add_argument("--control-fd-out", type=int, metavar="N", help=argparse.SUPPRESS)
     _add_log_format(peer)
@@ -241,6 +269,19 @@ def _parser() -> _Parser:
     plan = add("plan", _plan, "Print what each site would be assigned, and why; trains nothing.")
     plan.add_argument("--sites", nargs="+", required=True, metavar="PATH", help="site files, or a folder of them")
     plan.add_argument("--json", action="store_true")
+
+    profile = add("profile", _profile, "Measure this device on the run's model; writes a profile for a site file.")
+    profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    profile.add_argument("--out", type=Path, default=Path("profile.json"), metavar="FILE")
+
+    evaluation = add("eval", _eval, "Validation perplexity of a run's model.", keys=False)
+    evaluation.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a peer's folder")
+    evaluation.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    evaluation.add_argument("--json", action="store_true")
+
+    export = add("export", _export, "Write a run's model as a Hugging Face folder.", keys=False)
+    export.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a peer's folder")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR")
 
     history = verbs.add_parser("history", help="Work on recorded histories.").add_subparsers(metavar="VERB", required=True)
     verify = add("verify", _history_verify, "Check the protocol's invariants from recorded histories.", history, keys=False)
