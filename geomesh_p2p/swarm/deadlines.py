@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.types import PeerId, Plan
-from geomesh_p2p.swarm.chunks import StreamKey
+from geomesh_p2p.swarm.chunks import PART, StreamKey
+
+
+MOST_GROWTH = 4.0
 
 
 @dataclass(frozen=True)
 class ExchangeLimits:
     """Knobs of an exchange. A stream misses its deadline when no byte of it arrives for
-    max(deadline_seconds, deadline_factor * the plan's exchange_seconds); each miss makes the next wait longer.
+    max(deadline_seconds, deadline_factor * the plan's exchange_seconds); each miss makes the next wait longer, up to 4 times.
 
     `rates` are bytes per second to other members, where known: the slowest is served first.
     """
@@ -58,13 +61,15 @@ class _Due:
     nothing, or a quarter of the wait later. When all have been asked it begins again with the first, after a quarter too.
     """
 
-    def __init__(self, owner: PeerId, others: tuple[PeerId, ...], patience_seconds: float, growth: float, now: float) -> None:
-        self.owner = owner
+    def __init__(self, key: StreamKey, others: tuple[PeerId, ...], patience_seconds: float, growth: float, now: float) -> None:
+        self.owner = key.owner
         self.since = self.silent_since = now
         self.deadline = now + patience_seconds
         self.misses = 0
         self.blocked_by: tuple[PeerId, ...] = ()
-        self._others = others
+        self._others = tuple(peer for peer in others if peer != key.owner)
+        # a reducer may be there and wait itself; its answer to a question may get lost, so it is asked more than once
+        self._may_be_blocked = (key.owner,) if key.kind == PART else ()
         self._patience = patience_seconds
         self._growth = growth
         self._untried: list[PeerId] = []
@@ -72,7 +77,7 @@ class _Due:
 
     @property
     def _wait_seconds(self) -> float:
-        return self._patience * self._growth**self.misses
+        return self._patience * min(MOST_GROWTH, self._growth**self.misses)
 
     @property
     def next_at(self) -> float:
@@ -94,11 +99,12 @@ class _Due:
         if now >= self.deadline:
             self.misses += 1
             self.deadline = now + self._wait_seconds
+            self.blocked_by = ()  # as of the last miss: the owner is asked anew
             self._untried = list(self._others)
             return [self.owner, *self.ask_next(now)]
         if now >= self._nudge_at:
             self._untried = self._untried or list(self._others)
-            return self.ask_next(now)
+            return [*self._may_be_blocked, *self.ask_next(now)]
         return []
 
     def ask_next(self, now: float) -> list[PeerId]:
@@ -123,8 +129,7 @@ class DueStreams:
     def add(self, key: StreamKey, now: float) -> None:
         """The bytes of `key` are due from now on, if they were not yet."""
         if key not in self._due:
-            others = tuple(peer for peer in self._others if peer != key.owner)
-            self._due[key] = _Due(key.owner, others, self._patience, self._limits.deadline_growth, now)
+            self._due[key] = _Due(key, self._others, self._patience, self._limits.deadline_growth, now)
 
     def whole(self, key: StreamKey) -> None:
         self._due.pop(key, None)
@@ -157,11 +162,11 @@ class DueStreams:
         """Whom to ask for what now, and whom to report as lost."""
         asks, missed = [], dict[PeerId, float]()
         for key, due in self._due.items():
-            misses, asked = due.misses, due.check(now)
+            misses, culprits, asked = due.misses, due.blocked_by or (due.owner,), due.check(now)
             if asked:
                 asks.append((key, asked))
             if due.misses > misses and due.misses >= self._limits.misses_until_lost:
-                for peer in due.blocked_by or (due.owner,):
+                for peer in culprits:
                     missed[peer] = max(missed.get(peer, 0.0), now - due.silent_since)
         missed.pop(self._me, None)
         return asks, tuple(Missed(peer, seconds) for peer, seconds in sorted(missed.items()))

@@ -173,7 +173,7 @@ def test_lost_is_said_after_a_known_time_and_again_ever_later() -> None:
             assert waiting.remaining_seconds == pytest.approx(2.0)
             await asyncio.sleep(30.0)
             times = [at - begun for at, _ in mesh.heard[0].lost_at]
-            assert times == pytest.approx([2 + 3, 2 + 3 + 4.5, 2 + 3 + 4.5 + 6.75, 2 + 3 + 4.5 + 6.75 + 10.125])
+            assert times == pytest.approx([2 + 3, 2 + 3 + 4.5, 2 + 3 + 4.5 + 6.75, 2 + 3 + 4.5 + 6.75 + 8])
 
     run_virtual(main())
 
