@@ -41,6 +41,7 @@ class DiskStore:
         self._lock = FolderLock(self.folder)
         for stale in (*self.folder.glob("*.record" + PARTIAL), *self._log.glob("*" + PARTIAL)):
             stale.unlink()
+        Snapshots(self.folder).clean()
         self._held: Held | None = None
 
     def close(self) -> None:

@@ -11,12 +11,14 @@ members agree on. Losing the two private files costs a peer a little progress an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,16 +86,22 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots in one peer's folder; the newest `keep` are kept once the newest has been read back and checked."""
+    """The snapshots in one peer's folder; the newest `keep` are kept. A new one gets its name, and an old one goes, only once
+    the new one has been read back and checked. Reading changes nothing; who writes must have the folder to itself."""
 
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._described: dict[int, tuple[int, Manifest]] = {}
+
+    def clean(self) -> None:
+        """Clears away what a crash left; a snapshot that was about to be replaced gets its name back."""
         for path in self.folder.glob("snapshot-*" + REPLACED):
             target = path.with_name(path.name.removesuffix(REPLACED))
             os.rename(path, path.with_name(target.name + STALE) if target.exists() else target)
-        self._delete("snapshot-*" + PARTIAL, "snapshot-*" + STALE)
+        self._delete("snapshot-*" + PARTIAL)
+        self._delete("snapshot-*" + STALE)
 
     def rounds(self) -> list[int]:
         """Rounds with a snapshot, ascending."""
@@ -113,10 +121,10 @@ class Snapshots:
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
     ) -> Manifest:
-        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError (DiskFullError
-        before anything is written, if space is short), and DataError if what was written does not read back."""
+        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError: DiskFullError
+        before anything is written if space is short, EIO if what was written does not read back."""
         require_space(self.folder, anchor.nbytes + momentum.nbytes + (0 if residual is None else residual.nbytes))
-        self._delete("snapshot-*" + PARTIAL)
+        self.clean()
         aside = self.folder / f"snapshot-{state.round}{PARTIAL}"
         try:
             aside.mkdir()
@@ -130,25 +138,26 @@ class Snapshots:
             manifest = Manifest(state, anchor.size, tuple(hashes))
             self._publish(aside, manifest)
         except OSError:
-            shutil.rmtree(aside, ignore_errors=True)
+            with suppress(OSError):
+                self.clean()
             raise
         return manifest
 
     def _publish(self, aside: Path, manifest: Manifest) -> None:
         write_synced(aside / META, [_meta(aside, manifest)])
         sync_folder(aside)
+        try:
+            _verify(aside)
+        except DataError as error:
+            raise OSError(errno.EIO, str(error)) from None
         target = self.path(manifest.round)
-        replaced = self.folder / (target.name + REPLACED)  # comes back at the next start if the other rename fails
+        replaced = self.folder / (target.name + REPLACED)  # `clean` brings it back if the other rename fails
         if target.exists():
             os.rename(target, replaced)
         os.rename(aside, target)
         sync_folder(self.folder)
         self._discard(replaced)
-        self._retain(manifest.round)
-
-    def _retain(self, newest: int) -> None:
-        self.verify(newest)
-        older = [round for round in self.rounds() if round < newest]
+        older = [round for round in self.rounds() if round < manifest.round]
         for round in older[: max(0, len(older) - (self.keep - 1))]:
             self._discard(self.path(round))
 
@@ -158,18 +167,21 @@ class Snapshots:
             os.rename(path, path.with_name(path.name + STALE))
             self._delete("snapshot-*" + STALE)
 
-    def _delete(self, *patterns: str) -> None:
-        for pattern in patterns:
-            for path in self.folder.glob(pattern):
-                shutil.rmtree(path)
+    def _delete(self, pattern: str) -> None:
+        for path in self.folder.glob(pattern):
+            shutil.rmtree(path)
 
     # ------------------------------------------------------------ reading
 
     def manifest(self, round: int) -> Manifest:
         """Raises LookupError if there is no snapshot of `round`, DataError if its description is damaged."""
-        if not self.path(round).is_dir():
+        path = self.path(round) / META
+        if not path.exists():
             raise LookupError(f"no snapshot of round {round}")
-        return _read_meta(self.path(round) / META)[0]
+        written, known = path.stat().st_mtime_ns, self._described.get(round)
+        if known is None or known[0] != written:  # a joiner asks for every chunk of a snapshot, and the manifest each time
+            known = self._described[round] = (written, _read_meta(path)[0])
+        return known[1]
 
     def described(self, packed: bytes) -> Manifest:
         """A manifest that another peer sent. Raises ValueError."""
@@ -181,12 +193,9 @@ class Snapshots:
         snapshot = self._load(round, [])
         return snapshot.anchor, snapshot.momentum
 
-    def verify(self, round: int) -> Manifest:
-        """Reads everything shared and checks it. Raises LookupError, or DataError naming the damaged file."""
-        manifest = self.manifest(round)
-        for _ in _checked_chunks(self.path(round) / SHARED, manifest):
-            pass
-        return manifest
+    def verify(self, round: int) -> None:
+        """Reads everything shared and checks it. Raises DataError, naming the damaged file."""
+        _verify(self.path(round))
 
     def newest(self) -> Snapshot | None:
         """The newest sound snapshot; None if there is none at all. Raises DataError, naming the files, if all are damaged."""
@@ -338,6 +347,11 @@ def _hashed(chunks: Iterator[bytes | memoryview], hashes: list[Digest]) -> Itera
     for chunk in chunks:
         hashes.append(digest_bytes(chunk))
         yield chunk
+
+
+def _verify(folder: Path) -> None:
+    for _ in _checked_chunks(folder / SHARED, _read_meta(folder / META)[0]):
+        pass
 
 
 def _checked_chunks(path: Path, manifest: Manifest) -> Iterator[bytes]:
