@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geomesh_p2p import PROTOCOL_VERSION
-from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
+from geomesh_p2p.config import LinkSection, RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
-from geomesh_p2p.core.canonical import Digest, digest
+from geomesh_p2p.core.canonical import digest
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.messages import Fetch, Fetched, Hello, Message, Refused
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
-from geomesh_p2p.core.types import NO_TERM, Founding, Profile, Timing
+from geomesh_p2p.core.types import NO_TERM, Founding, Held, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.engine import TorchEngine, fingerprint_fields
-from geomesh_p2p.errors import DataError, GeoMeshError, RefusedError, UnreachableError
+from geomesh_p2p.errors import DataError, RefusedError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
-from geomesh_p2p.swarm.transport import Libp2pTransport
+from geomesh_p2p.swarm.shaping import Shape
+from geomesh_p2p.swarm.transport import Libp2pTransport, shape_of
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import ControlChannel
 from geomesh_p2p.telemetry.metrics import Metrics, MetricsServer
@@ -96,16 +96,22 @@ class Peer:
             logs.setup(self.options.log_format, self.name)
             self._listen()
             self._save_config()
-            transport = Libp2pTransport(self.run.net, self.folder / "identity.key", self._shaping())
-            await transport.open()
+            front = FrontDoor()
+            transport = Libp2pTransport(
+                self.run.net,
+                self.folder / "identity.key",
+                on_warning=lambda reason, text: self.observe(obs.Warned(reason, text)),
+                on_daemon_exit=self._daemon_died,
+            )
+            self._open_telemetry(transport.peer, closing)
+            await transport.start(front.receive, front.answer)
             try:
-                self._open_telemetry(transport.peer, closing)
-                address = self._announce_address(transport)
-                return await self._take_part(store, transport, address)
+                self._announce_address(transport.addresses)
+                return await self._take_part(store, transport, front)
             finally:
                 await transport.stop()
 
-    async def _take_part(self, store: DiskStore, transport: Libp2pTransport, addresses: tuple[str, ...]) -> int:
+    async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
         engine = await asyncio.to_thread(TorchEngine, self.run, self.site, report=self.observe)
         await self._calibrate(engine)
         snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
@@ -113,31 +119,31 @@ class Peer:
         settings = fingerprint_fields(self.run, engine)
         me = Self(transport.peer, self.name, self.site.site.trains, digest("settings", tuple(settings.items())), settings)
         membership = Membership(me, self._admission(), transport.send, self.run.net.heartbeat_limit_seconds)
+        membership.on_met = lambda peer, site: transport.shape(peer, self._way_to(site))
+        front.membership = membership
+        founding = await self._founding(store, engine, transport, membership)
+        me.founding, transport.run = founding, founding.run
         directory = Directory(transport, self.run.run.id)
-        front = FrontDoor(membership)
-        await transport.start(front.receive, front.answer)
         await directory.start()
-        meeting = asyncio.ensure_future(self._meet(directory, transport, membership, addresses))
+        meeting = asyncio.ensure_future(self._meet(directory, transport, membership))
         try:
-            founding = await self._founding(store, engine, transport, membership)
-            me.founding, transport.run = founding, founding.run
             log, state = self._replayed(store, snapshots, engine, founding)
             me.round, me.digest = log.round, log.digest
 
             profile = Profile(transport.peer, self.name, engine.device_label, await asyncio.to_thread(engine.measure))
             (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
-            replica = Replica(
-                transport.peer, self.name, log, store.load_durable() or Durable(NO_TERM, False), held_of(store), self._replica_settings()
-            )
+            durable = store.load_durable() or Durable(NO_TERM, False)
+            replica = Replica(transport.peer, self.name, log, durable, held_of(store), self._replica_settings())
             history = HistoryWriter(self.folder / "history.jsonl", transport.peer, self.name)
             if log.round == 0:
-                history.write("founding", {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}, founding.run)
+                first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}
+                history.write("founding", first, founding.run)
             around = Surroundings(
                 transport=transport,
                 store=store,
                 snapshots=snapshots,
                 membership=membership,
-                links=transport.links,
+                links=LinkTable(),
                 observe=self.observe,
                 history=lambda kind, fields: history.write(kind, fields, founding.run),
             )
@@ -146,17 +152,20 @@ class Peer:
             session = self.session = Session(
                 around,
                 replica,
-                Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save.snapshot_every_rounds),
+                Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save),
                 ExchangeSetup(codec, ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes), 4 * codec.payload_bytes + 2**22),
                 profile,
             )
-            front.open(session)
+            front.session = session
             if self.stopping is not None:
                 session.leave(self.stopping)
             model = LocalModel(transport.peer, self.name, engine, engine.layout, state, self.run.codec, self.run.outer)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(session.run())
-                both.create_task(train(session.bench, model))
+            try:
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(session.run())
+                    both.create_task(train(session.bench, model))
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
             assert session.outcome is not None
             return self._ended(*session.outcome)
         finally:
@@ -197,8 +206,7 @@ class Peer:
         self.observers += [metrics, file, console]
         log.info("peer %s; metrics on http://%s:%d/metrics", peer, self.run.metrics.host, server.port)
 
-    def _announce_address(self, transport: Libp2pTransport) -> tuple[str, ...]:
-        addresses = transport.addresses()
+    def _announce_address(self, addresses: tuple[str, ...]) -> None:
         log.info("others join with: --bootstrap %s", addresses[0])
         if self.options.address_file:
             path = Path(self.options.address_file)
@@ -207,7 +215,15 @@ class Peer:
             aside.replace(path)
         if self.control is not None:
             self.control.tell("address", address=addresses[0])
-        return addresses
+
+    def _way_to(self, site: str) -> Shape:
+        """The emulated way to another site: its own entry under [links], or the default one, or none."""
+        links = self.site.links
+        return shape_of(links.get(site) or links.get("default") or LinkSection())
+
+    def _daemon_died(self, code: int, output: str) -> None:
+        if self.session is not None:
+            self.session.fail(TemporaryError(f"the libp2p daemon ended with {code} ({output}): start this peer again"))
 
     def _admission(self) -> Admission:
         net = self.run.net
@@ -235,27 +251,27 @@ class Peer:
         me, founding = membership.me, store.load_founding()
         if founding is not None:
             if founding.fingerprint != me.fingerprint:
-                raise RefusedError(f"{self.folder} belongs to a run with other settings: choose another run.id, or pass --run.fresh")
-            await transport.connect_seeds(self.run.net.seeds, required=False)
+                raise RefusedError(f"{self.folder} is of a run with other settings: choose another run.id, or pass --run.fresh")
             return founding
         if self.options.first:
             founding = Founding(me.fingerprint, secrets.token_bytes(16), self.run.run.seed, engine.weights_digest, me.peer)
             store.save_founding(founding)
             return founding
         deadline = time.monotonic() + self.run.net.reach_seconds
-        seeds = await transport.connect_seeds(self.run.net.seeds, required=True)
+        await transport.reach()
         while membership.heard_founding is None:
-            for seed in seeds:
-                membership.greet(seed, time.monotonic())
+            for seed in transport.seeds:
+                membership.greet(seed.peer, time.monotonic())
             if membership.refused_me is not None and membership.refused_me.final:
                 raise RefusedError(f"the run refuses this peer: {membership.refused_me.reason}")
             if time.monotonic() > deadline:
                 said = f": {membership.refused_me.reason}" if membership.refused_me else ""
-                raise UnreachableError(f"no answer from the run after {self.run.net.reach_seconds:g} s (net.reach_seconds){said}")
+                limit = f"{self.run.net.reach_seconds:g} s (net.reach_seconds)"
+                raise UnreachableError(f"no answer from the run after {limit}{said}")
             await asyncio.sleep(0.1)
         founding = membership.heard_founding
         if founding.weights != engine.weights_digest:
-            raise DataError("the initial weights made here differ from the run's: use the same releases of torch and transformers")
+            raise DataError("the initial weights made here differ from the run's: use the releases of the other peers")
         store.save_founding(founding)
         return founding
 
@@ -296,10 +312,13 @@ class Peer:
             seed=secrets.randbits(32),
         )
 
-    async def _meet(self, directory: Directory, transport: Libp2pTransport, membership: Membership, addresses: tuple[str, ...]) -> None:
+    async def _meet(self, directory: Directory, transport: Libp2pTransport, membership: Membership) -> None:
         """Keep the own record alive in the directory, and greet whom it lists."""
+        me, addresses = membership.me, transport.addresses
         while True:
-            me = membership.me
+            for seed in transport.seeds:
+                if seed.peer not in membership.known:
+                    membership.greet(seed.peer, time.monotonic())
             run = me.founding.run if me.founding else b""
             await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
             for record in await directory.peers():
@@ -316,24 +335,26 @@ class Peer:
 
 
 class FrontDoor:
-    """Hears everybody before the session is there (only greetings count then), and hands over to it."""
+    """What the transport hands messages to, from its start on: greetings only, until the session is there."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership = membership
+    def __init__(self) -> None:
+        self.membership: Membership | None = None
         self.session: Session | None = None
 
-    def open(self, session: Session) -> None:
-        self.session = session
-
-    def receive(self, sender: str, message: Message) -> None:
+    def receive(self, sender: PeerId, message: Message) -> None:
         if self.session is not None:
             self.session.receive(sender, message)
-        elif isinstance(message, Hello):
+        elif self.membership is not None and isinstance(message, Hello):
             self.membership.on_hello(sender, message, time.monotonic())
-        elif isinstance(message, Refused):
+        elif self.membership is not None and isinstance(message, Refused):
             self.membership.refused_me = message
 
-    async def answer(self, sender: str, fetch: Fetch) -> Fetched:
+    async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
         return await self.session.answer(sender, fetch)
+
+
+def held_of(store: DiskStore) -> Held | None:
+    found = store.load_held()
+    return found[0] if found else None

@@ -68,7 +68,9 @@ class Self:
 class Membership:
     """The peers of one run as this peer knows them. Decides; sends through `send`."""
 
-    def __init__(self, me: Self, admission: Admission, send: Callable[[PeerId, Hello | Refused], None], limit_seconds: float) -> None:
+    def __init__(
+        self, me: Self, admission: Admission, send: Callable[[PeerId, Hello | Refused], None], limit_seconds: float
+    ) -> None:
         self.me = me
         self.admission = admission
         self.limit_seconds = limit_seconds
@@ -76,6 +78,7 @@ class Membership:
         self.refused: dict[PeerId, str] = {}
         self.refused_me: Refused | None = None
         self.heard_founding: Founding | None = None
+        self.on_met: Callable[[PeerId, str], None] = lambda peer, site: None
         self._send = send
         self._greeted: dict[PeerId, float] = {}
 
@@ -112,6 +115,7 @@ class Membership:
         self.refused.pop(sender, None)
         if self.me.founding is None and hello.founded:
             self._learn_founding(hello)
+        self.on_met(sender, hello.site)
         if sender not in self.known:
             self._greeted[sender] = now
             self._send(sender, self.hello(sender))
@@ -159,7 +163,8 @@ class Membership:
         if hello.protocol != PROTOCOL_VERSION:
             return f"protocol version {hello.protocol} is not {PROTOCOL_VERSION}: run the same release on all peers", True
         if self.me.founding and hello.run and hello.run != self.me.founding.run:
-            return f"run {hello.run.hex()[:12]} is not {self.me.founding.run.hex()[:12]}: another run has this name, or this folder is of an older one", True
+            theirs, ours = hello.run.hex()[:12], self.me.founding.run.hex()[:12]
+            return f"run {theirs} is not {ours}: another run has this name, or its folder is of an older one", True
         if hello.fingerprint != self.me.fingerprint:
             return f"settings differ: {self.differences(hello.settings)}", True
         if (reason := self.admission.refusal(self.me.peer, sender, hello.proof)) != "":
@@ -180,6 +185,6 @@ class Membership:
         except ValueError:
             return "the other end's settings cannot be read"
         ours = self.me.settings
-        names = sorted(set(theirs) | set(ours))
-        parts = [f"{n} is {str(theirs.get(n, '-'))[:80]} here {ours.get(n, '-')[:80]}" for n in names if str(theirs.get(n)) != ours.get(n)]
+        names = [name for name in sorted({*theirs, *ours}) if str(theirs.get(name)) != ours.get(name)]
+        parts = [f"{n} is {str(theirs.get(n, 'absent'))[:80]}, here {ours.get(n, 'absent')[:80]}" for n in names]
         return "; ".join(parts[:8]) or "fingerprints differ though all named fields are equal"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from geomesh_p2p.config import SaveSection
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core import observations as obs
@@ -65,7 +66,7 @@ class Planning:
     make: Callable[[ev.NeedPlan, tuple[msg.Heartbeat, ...], LogState], Plan]
     validate_every_rounds: int
     final_round: int
-    snapshot_every_rounds: int
+    save: SaveSection
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ class Session:
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         final = update.round >= self.planning.final_round
-        if final or update.round % self.planning.snapshot_every_rounds == 0:
+        if final or update.round % self.planning.save.snapshot_every_rounds == 0:
             self._save_snapshot(state)
         if final:
             self.bench.put(ValidateAll(update.round))

@@ -91,7 +91,12 @@ def toy_run(**planner: Any) -> RunConfig:
 
 
 TIMING = Timing(
-    heartbeat_seconds=0.1, heartbeat_limit_seconds=0.8, election_seconds=0.4, lease_seconds=0.9, settle_seconds=0.3, retry_seconds=0.2
+    heartbeat_seconds=0.1,
+    heartbeat_limit_seconds=0.8,
+    election_seconds=0.4,
+    lease_seconds=0.9,
+    settle_seconds=0.3,
+    retry_seconds=0.2,
 )
 LAYOUT = Layout((Tensor("w", SIZE, 1),))
 
@@ -138,14 +143,20 @@ class ToyPeer:
         durable = self.store.load_durable() or Durable(NO_TERM, False)
         replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings)
         around = Surroundings(
-            transport, self.store, snapshots, membership, LinkTable(), self.events.append, lambda kind, fields: self.notes.append((kind, fields))
+            transport=transport,
+            store=self.store,
+            snapshots=snapshots,
+            membership=membership,
+            links=LinkTable(),
+            observe=self.events.append,
+            history=lambda kind, fields: self.notes.append((kind, fields)),
         )
         planner = LeadersPlanner(self.run, LAYOUT)
         codec = ExchangeCodec(LAYOUT, CodecSection())
         self.session = Session(
             around,
             replica,
-            Planning(planner.make, 1, self.run.run.rounds, self.run.save.snapshot_every_rounds),
+            Planning(planner.make, 1, self.run.run.rounds, self.run.save),
             ExchangeSetup(codec, ExchangeLimits(deadline_seconds=0.5), 2**22),
             Profile(self.peer, self.name, "toy", engine.measure()),
         )
