@@ -19,20 +19,9 @@ from geomesh_p2p.core import reasons
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.forecast import Exchange, LinkTable, Volume, choose_exchange, equal_exchange, step_times
 from geomesh_p2p.core.log import is_quorum, merged
-from geomesh_p2p.core.search import (
-    IDLE_AIM,
-    TOKEN_SLACKS,
-    Constraints,
-    Limits,
-    Members,
-    Schedule,
-    Work,
-    evaluate,
-    knee,
-    options,
-    search,
-)
+from geomesh_p2p.core.search import IDLE_AIM, TOKEN_SLACKS, Schedule, Work, evaluate, search
 from geomesh_p2p.core.types import Assignment, Bystander, Link, PeerId, Plan, Profile, Range, StepReport, Term
+from geomesh_p2p.core.windows import Constraints, Limits, Members, knee, options
 
 HYSTERESIS = 0.10  # batch, topology and shares change only for a gain above this
 OLD_PLAN_IDLE = 0.01  # the steps of the last round stand as long as they leave no more idle time than this

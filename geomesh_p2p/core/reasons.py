@@ -6,8 +6,9 @@ from typing import Literal
 
 from geomesh_p2p.config import PlannerSection
 from geomesh_p2p.core.forecast import Exchange, StepTimes
-from geomesh_p2p.core.search import IDLE_AIM, TOKEN_SLACKS, Limits, Schedule, Work, knee
+from geomesh_p2p.core.search import IDLE_AIM, TOKEN_SLACKS, Schedule, Work
 from geomesh_p2p.core.types import Plan
+from geomesh_p2p.core.windows import Limits, knee
 
 LOST = "was lost to the attempt before"
 

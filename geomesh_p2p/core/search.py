@@ -1,9 +1,8 @@
 """The joint search for a round: how long it trains, and each member's batch and inner steps.
 
 Objective: predicted seconds per effective sequence, (train + exchange) / sum of n_i e(b_i), with e(b) = 1/(1 + b/critical).
-For a given length T and window [low, high] of inner steps the members do not depend on each other: each takes the batch
-that fits the most effective sequences into T. So the search is over windows and T: roughly first (`best_window`, steps as
-real numbers), then on the integer grid (`fit`), where a smaller last batch takes up the rounding.
+The search is over windows of inner steps and lengths T: roughly first (core/windows.py), then on the integer grid (`fit`),
+where a smaller last batch takes up the rounding.
 
 While the critical batch is unknown (e = 1), token rates within 3% of a site's best count as the best: a larger batch that
 gains less is not worth its fewer inner steps. Ties go to the smaller batch.
@@ -12,50 +11,23 @@ gains less is not worth its fewer inner steps. Ties go to the smaller batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from geomesh_p2p.core.forecast import Array, StepTimes
+from geomesh_p2p.core.windows import Constraints, Integers, Limits, Members, Window, best_windows
 
-NEAR_BEST_RATE = 0.97
 IDLE_AIM = 0.005
 # How much fewer sequences than wanted a round may have, so that all finish together: the first that meets IDLE_AIM.
 TOKEN_SLACKS = (0.03, 0.06, 0.1)
+CALM_PRICE = 0.003  # and may cost this much more a sequence for it
 SINGLE_IDLE_AIM = 0.0025  # a member keeps the batch of the rough search if it idles no longer than this
 NEIGHBOURS = 16
-LENGTH_PRECISION = 1e-4
-SCORE_TIE = 1e-3  # windows whose objectives differ by less are taken for equally good
-LENGTHS = 24  # tried where no window reaches the round's sequences
 _ROUNDING = 1e-9
-
-Integers = npt.NDArray[np.int64]
-Members = tuple[int, ...]
-"""Ascending indices into the sites of a search."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """`sequences` is the aim for the whole round, never exceeded unless `min_steps` demands it; `exact`: all of them (the
-    rest of a budget) rather than a few fewer. `critical_batch` is in sequences, None if unknown."""
-
-    min_steps: int
-    max_steps: int
-    steps_ratio: float
-    sequences: int
-    exact: bool = False
-    critical_batch: float | None = None
-
-    def worth(self, batch: Array) -> Array:
-        """e(b): how much a sequence in a step of `batch` sequences counts."""
-        return np.ones_like(batch) if self.critical_batch is None else 1 / (1 + batch / self.critical_batch)
-
-    @property
-    def near(self) -> float:
-        return NEAR_BEST_RATE if self.critical_batch is None else 1.0
 
 
 @dataclass(frozen=True)
@@ -77,26 +49,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """What a set of members costs and whether it may be one: `exchange(members)` is in seconds, `allowed(members)` says
-    whether the round can be committed by them."""
-
-    exchange: Callable[[Members], float]
-    allowed: Callable[[Members], bool]
-
-
-@dataclass(frozen=True)
-class Window:
-    """A rough answer: members, their batches, a length, and the inner steps that each may have."""
-
-    low: int
-    high: int
-    seconds: float
-    members: Members
-    batches: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Schedule:
     """An answer: one Work per member. `objective` is in seconds per effective sequence, `idle` the mean share of the
     training time that a member waits for the last one."""
@@ -112,22 +64,6 @@ class Schedule:
     @property
     def sequences(self) -> int:
         return sum(work.sequences for work in self.works)
-
-
-def options(times: StepTimes) -> Integers:
-    """Batches worth looking at: all up to 24, then 8% apart, and the largest that fits."""
-    found, batch = list(range(1, min(24, times.max_batch) + 1)), 24
-    while batch < times.max_batch:
-        batch = min(times.max_batch, math.ceil(batch * 1.08))
-        found.append(batch)
-    return np.array(found, dtype=np.int64)
-
-
-def knee(times: StepTimes, limits: Limits) -> int:
-    """The smallest batch whose rate of effective sequences is near the site's best."""
-    batches = options(times)
-    rates = batches * limits.worth(batches.astype(np.float64)) / times.seconds[batches]
-    return int(batches[np.argmax(rates >= limits.near * rates.max() * (1 - _ROUNDING))])
 
 
 def evaluate(
@@ -150,99 +86,9 @@ def evaluate(
 def search(times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limits, constraints: Constraints) -> Schedule:
     """The best schedule with batches from `choices` (ascending, per site). Sites that cannot make the least number of inner
     steps within the round, even at their smallest batch, are not among its members, as far as `allowed` permits."""
-    window = best_window(times, choices, limits, constraints)
-    return fit(times, choices, limits, window, constraints.exchange(window.members))
-
-
-# ---------------------------------------------------------------- roughly: the window of inner steps, the members
-
-
-class _Table:
-    """All choices of all sites side by side, [site, choice], padded with choices that take for ever."""
-
-    def __init__(self, times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limits) -> None:
-        shape = (len(times), max(len(c) for c in choices))
-        self.batches, self.seconds = np.zeros(shape), np.full(shape, np.inf)
-        for row, (site, batches) in enumerate(zip(times, choices, strict=True)):
-            self.batches[row, : len(batches)] = batches
-            self.seconds[row, : len(batches)] = site.seconds[batches]
-        self.effective = self.batches * limits.worth(self.batches)
-        self.enough = limits.near * (self.effective / self.seconds).max(axis=1, keepdims=True)
-        self.rows = np.arange(len(times))
-
-    def at(self, seconds: float, low: int, high: int) -> tuple[Integers, Array, Array, Array]:
-        """Each site's choice within `seconds` (-1: none has `low` steps), its steps, sequences, and effective sequences
-        (counted no higher than near its best rate)."""
-        steps = seconds / self.seconds
-        capped = np.minimum(steps, high)
-        value = np.where(steps >= low * (1 - _ROUNDING), np.minimum(self.effective * capped, self.enough * seconds), -1.0)
-        pick = value.argmax(axis=1)
-        worth, steps = value[self.rows, pick], capped[self.rows, pick]
-        out = worth < 0
-        sequences = np.where(out, 0.0, self.batches[self.rows, pick] * steps)
-        return np.where(out, -1, pick), steps, sequences, np.where(out, 0.0, worth)
-
-
-def best_window(times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limits, constraints: Constraints) -> Window:
-    """The window, with steps as real numbers. Order of wishes: allowed members, the round's sequences, the objective; then
-    the most room on both sides of the steps. Everybody together is always allowed."""
-    table = _Table(times, choices, limits)
-    everybody = tuple(range(len(times)))
-
-    def members_of(pick: Integers) -> Members:
-        """Those that take part, or nobody if they may not do so alone."""
-        members = tuple(np.flatnonzero(pick >= 0).tolist())
-        return members if members == everybody or (members and constraints.allowed(members)) else ()
-
-    def reaches(seconds: float, low: int, high: int) -> bool:
-        pick, _, sequences, _ = table.at(seconds, low, high)
-        return bool(sequences.sum() >= limits.sequences * (1 - _ROUNDING) and members_of(pick))
-
-    windows = []
-    for low in _lows(limits):
-        high = min(limits.max_steps, math.floor(low * limits.steps_ratio + _ROUNDING))
-        longest = high * float(table.seconds[np.isfinite(table.seconds)].max()) * (1 + _ROUNDING)
-        windows.append((low, high, low * float(table.seconds.min()), longest))
-    lengths = [
-        (low, high, _smallest(partial(reaches, low=low, high=high), shortest, longest))
-        for low, high, shortest, longest in windows
-        if reaches(longest, low, high)
-    ] or [(low, high, float(t)) for low, high, shortest, longest in windows for t in np.geomspace(shortest, longest, LENGTHS)]
-
-    rough = []
-    for low, high, seconds in lengths:
-        pick, steps, _, worth = table.at(seconds, low, high)
-        if members := members_of(pick):
-            inside = list(members)
-            room = min(float(steps[inside].min()) / low, high / float(steps[inside].max()))
-            batches = tuple(int(table.batches[i, pick[i]]) for i in members)
-            rough.append((seconds / float(worth.sum()), -room, Window(low, high, seconds, members, batches)))
-    best, found = math.inf, []
-    for cost, no_room, window in sorted(rough, key=lambda item: (item[0], item[2].low)):
-        if cost > best * (1 + SCORE_TIE):
-            break  # an exchange only adds to it
-        score = cost * (1 + constraints.exchange(window.members) / window.seconds)
-        best = min(best, score)
-        found.append((score, no_room, window))
-    near = [item for item in found if item[0] <= best * (1 + SCORE_TIE)]
-    return min(near, key=lambda item: (item[1], item[2].low))[2]
-
-
-def _lows(limits: Limits) -> list[int]:
-    """Smallest steps of the windows tried: from min_steps to max_steps, about 15% apart."""
-    lows, low = [], limits.min_steps
-    while low <= limits.max_steps:
-        lows.append(low)
-        low = max(low + 1, round(low * 1.15))
-    return lows
-
-
-def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """About the smallest value in (low, high] for which `holds`, which it does at `high`."""
-    while high > low * (1 + LENGTH_PRECISION):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    windows = best_windows(times, choices, limits, constraints)
+    found = [fit(times, choices, limits, window, constraints.exchange(window.members)) for window in windows]
+    return min(found, key=lambda schedule: schedule.objective * (1 if schedule.idle <= IDLE_AIM else 1 + CALM_PRICE))
 
 
 # ---------------------------------------------------------------- exactly: the integer grid around the window's length
@@ -254,7 +100,7 @@ def fit(
     """The best works on the integer grid with lengths near the window's and batches near its batches."""
     sites = [times[i] for i in window.members]
     near = [_neighbours(choices[i], batch) for i, batch in zip(window.members, window.batches, strict=True)]
-    lengths = _lengths(sites, window)
+    lengths = _lengths(sites, near, window)
     columns = [
         _fill(site, batches, batch, lengths, window, limits)
         for site, batches, batch in zip(sites, near, window.batches, strict=True)
@@ -263,10 +109,11 @@ def fit(
     possible = np.all(sequences > 0, axis=0)
     total, ends, effective = sequences.sum(axis=0), finish.max(axis=0), worth.sum(axis=0)
     idle = (ends - finish).mean(axis=0) / np.where(ends > 0, ends, 1.0)
+    effective *= np.minimum(1.0, limits.sequences / np.maximum(total, 1.0))  # what is too much will be taken off
     objective = np.where(possible, (ends + exchange_seconds) / np.where(possible, effective, 1.0), np.inf)
     at = _choose(total, idle, objective, possible, limits)
     works = [Work.of(int(b), int(n)) for b, n in zip(batch[:, at], sequences[:, at], strict=True)]
-    if limits.exact:
+    if total[at] > limits.sequences:
         works = _trimmed(sites, works, window.low, limits.sequences)
     return evaluate(times, window.members, works, (window.low, window.high), limits, exchange_seconds)
 
@@ -278,14 +125,19 @@ def _neighbours(choices: Integers, batch: int) -> Integers:
     return np.unique(np.append(near, batch))
 
 
-def _lengths(sites: Sequence[StepTimes], window: Window) -> Array:
-    """Lengths to try: an even grid, and the very finish times of those sites whose sequences take longest."""
-    first, last = window.seconds * 0.88, window.seconds * 1.05
+def _lengths(sites: Sequence[StepTimes], near: Sequence[Integers], window: Window) -> Array:
+    """Lengths to try: an even grid around the window's, as far as the neighbouring batches are faster or slower, and the
+    very finish times of those whose sequences take longest."""
+    rates = [batches / site.seconds[batches] for site, batches in zip(sites, near, strict=True)]
+    rough = sum(batch / site.seconds[batch] for site, batch in zip(sites, window.batches, strict=True))
+    first = window.seconds * 0.9 * rough / sum(rate.max() for rate in rates)
+    last = window.seconds * 1.05 * rough / sum(rate.min() for rate in rates)
     found = [np.linspace(first, last, 128), np.array([window.seconds * (1 + _ROUNDING)])]
     room = 512
-    pairs = [(float(site.seconds[b] / b), site.seconds, b) for site, b in zip(sites, window.batches, strict=True)]
-    for _, seconds, b in sorted(pairs, key=lambda pair: -pair[0]):
-        steps = np.arange(max(0, math.floor(first / seconds[b])), math.ceil(last / seconds[b]) + 1)
+    pairs = [(-float(site.seconds[b] / b), k, int(b)) for k, site in enumerate(sites) for b in near[k]]
+    for _, k, b in sorted(pairs):
+        seconds = sites[k].seconds
+        steps = np.arange(math.floor(first / seconds[b]), math.ceil(last / seconds[b]) + 1)
         ends = (steps[:, None] * seconds[b] + seconds[None, :b]).ravel()
         ends = ends[(ends >= first) & (ends <= last)]
         if len(ends) > room:
@@ -323,29 +175,26 @@ def _fill(
 
 def _choose(total: Array, idle: Array, objective: Array, possible: npt.NDArray[np.bool_], limits: Limits) -> int:
     """Which of the lengths tried is taken."""
-    wanted = limits.sequences
-    if limits.exact and (possible & (total >= wanted)).any():
-        return int(np.where(possible & (total >= wanted), objective * 0 + total, np.inf).argmin())
-    calm = idle <= IDLE_AIM
-    below = possible & (total <= wanted)
-    if not below.any():
-        least = total[possible].min()
-        pool = possible & (total <= least * 1.03)
-        return int(np.where(pool & calm if (pool & calm).any() else pool, objective, np.inf).argmin())
-    most = total[below].max()
-    pools = [below & (total >= (1 - slack) * most) for slack in TOKEN_SLACKS]
-    pool = next((pool & calm for pool in pools if (pool & calm).any()), pools[0])
-    return int(np.where(pool, objective, np.inf).argmin())
+    slacks = (0.0,) if limits.exact else TOKEN_SLACKS
+    most = min(float(total[possible].max()), limits.sequences)
+    pools = [possible & (total >= (1 - slack) * most) for slack in slacks]
+    cheapest = int(np.where(pools[0], objective, np.inf).argmin())
+    for pool in pools:
+        calm = np.where(pool & (idle <= IDLE_AIM) & (total <= limits.sequences), objective, np.inf)
+        if calm.min() <= objective[cheapest] * (1 + CALM_PRICE):
+            return int(calm.argmin())
+    return cheapest
 
 
-def _trimmed(sites: Sequence[StepTimes], works: list[Work], low: int, wanted: int) -> list[Work]:
+def _trimmed(sites: Sequence[StepTimes], works: Sequence[Work], low: int, wanted: int) -> list[Work]:
     """Take sequences off the members that finish last until `wanted` are left, or nobody can give one up."""
-    works = list(works)
-    while sum(work.sequences for work in works) > wanted:
-        fewer = [Work.of(work.batch, work.sequences - 1) if work.sequences > 1 else work for work in works]
-        able = [k for k, work in enumerate(fewer) if works[k].sequences > 1 and work.steps >= low]
-        if not able:
-            break
-        latest = max(able, key=lambda k: (sites[k].finish(works[k].batch, works[k].steps, works[k].last), -k))
-        works[latest] = fewer[latest]
+    works, excess = list(works), sum(work.sequences for work in works) - wanted
+    latest = [(-sites[k].finish(work.batch, work.steps, work.last), k) for k, work in enumerate(works)]
+    heapify(latest)
+    while excess and latest:
+        _, k = heappop(latest)
+        if works[k].sequences == 1 or (fewer := Work.of(works[k].batch, works[k].sequences - 1)).steps < low:
+            continue
+        works[k], excess = fewer, excess - 1
+        heappush(latest, (-sites[k].finish(fewer.batch, fewer.steps, fewer.last), k))
     return works
