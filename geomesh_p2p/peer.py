@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geomesh_p2p.config import LinkSection, RunConfig, SiteConfig
+from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import digest
 from geomesh_p2p.core.events import Durable
@@ -30,12 +30,10 @@ from geomesh_p2p.engine.engine import TorchEngine, fingerprint_fields
 from geomesh_p2p.errors import DataError, RefusedError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
-from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
-from geomesh_p2p.swarm.shaping import Shape
-from geomesh_p2p.swarm.transport import Libp2pTransport, shape_of
+from geomesh_p2p.swarm.transport import Libp2pTransport
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import ControlChannel
 from geomesh_p2p.telemetry.metrics import Metrics, MetricsServer
@@ -100,13 +98,14 @@ class Peer:
             transport = Libp2pTransport(
                 self.run.net,
                 self.folder / "identity.key",
+                self.site.links,
                 on_warning=lambda reason, text: self.observe(obs.Warned(reason, text)),
                 on_daemon_exit=self._daemon_died,
             )
             self._open_telemetry(transport.peer, closing)
             await transport.start(front.receive, front.answer)
             try:
-                self._announce_address(transport.addresses)
+                self._announce_address(transport.addresses())
                 return await self._take_part(store, transport, front)
             finally:
                 await transport.stop()
@@ -119,7 +118,6 @@ class Peer:
         settings = fingerprint_fields(self.run, engine)
         me = Self(transport.peer, self.name, self.site.site.trains, digest("settings", tuple(settings.items())), settings)
         membership = Membership(me, self._admission(), transport.send, self.run.net.heartbeat_limit_seconds)
-        membership.on_met = lambda peer, site: transport.shape(peer, self._way_to(site))
         front.membership = membership
         founding = await self._founding(store, engine, transport, membership)
         me.founding, transport.run = founding, founding.run
@@ -143,7 +141,7 @@ class Peer:
                 store=store,
                 snapshots=snapshots,
                 membership=membership,
-                links=LinkTable(),
+                links=transport.links,
                 observe=self.observe,
                 history=lambda kind, fields: history.write(kind, fields, founding.run),
             )
@@ -216,11 +214,6 @@ class Peer:
         if self.control is not None:
             self.control.tell("address", address=addresses[0])
 
-    def _way_to(self, site: str) -> Shape:
-        """The emulated way to another site: its own entry under [links], or the default one, or none."""
-        links = self.site.links
-        return shape_of(links.get(site) or links.get("default") or LinkSection())
-
     def _daemon_died(self, code: int, output: str) -> None:
         if self.session is not None:
             self.session.fail(TemporaryError(f"the libp2p daemon ended with {code} ({output}): start this peer again"))
@@ -258,10 +251,10 @@ class Peer:
             store.save_founding(founding)
             return founding
         deadline = time.monotonic() + self.run.net.reach_seconds
-        await transport.reach()
+        seeds = await transport.connect_seeds(self.run.net.seeds)
         while membership.heard_founding is None:
-            for seed in transport.seeds:
-                membership.greet(seed.peer, time.monotonic())
+            for seed in seeds:
+                membership.greet(seed, time.monotonic())
             if membership.refused_me is not None and membership.refused_me.final:
                 raise RefusedError(f"the run refuses this peer: {membership.refused_me.reason}")
             if time.monotonic() > deadline:
@@ -314,11 +307,10 @@ class Peer:
 
     async def _meet(self, directory: Directory, transport: Libp2pTransport, membership: Membership) -> None:
         """Keep the own record alive in the directory, and greet whom it lists."""
-        me, addresses = membership.me, transport.addresses
+        me, addresses = membership.me, transport.addresses()
+        for seed in await transport.connect_seeds(self.run.net.seeds, required=False):
+            membership.greet(seed, time.monotonic())
         while True:
-            for seed in transport.seeds:
-                if seed.peer not in membership.known:
-                    membership.greet(seed.peer, time.monotonic())
             run = me.founding.run if me.founding else b""
             await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
             for record in await directory.peers():

@@ -78,7 +78,6 @@ class Membership:
         self.refused: dict[PeerId, str] = {}
         self.refused_me: Refused | None = None
         self.heard_founding: Founding | None = None
-        self.on_met: Callable[[PeerId, str], None] = lambda peer, site: None
         self._send = send
         self._greeted: dict[PeerId, float] = {}
 
@@ -115,7 +114,6 @@ class Membership:
         self.refused.pop(sender, None)
         if self.me.founding is None and hello.founded:
             self._learn_founding(hello)
-        self.on_met(sender, hello.site)
         if sender not in self.known:
             self._greeted[sender] = now
             self._send(sender, self.hello(sender))
