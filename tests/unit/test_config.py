@@ -41,7 +41,7 @@ def test_shipped_run_files_load(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted((ROOT / "peers").glob("*.toml")), *sorted((ROOT / "deploy").glob("*.toml"))], ids=lambda path: path.name
+    "path", [*sorted((ROOT / "peers").glob("*.toml")), *sorted((ROOT / "deploy").rglob("*.toml"))], ids=lambda path: path.name
 )
 def test_shipped_site_files_load(path: Path) -> None:
     load_site(path)
