@@ -18,10 +18,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.links import LinkTable
 
 Result = TypeVar("Result")
 OnMessage = Callable[[PeerId, Message], None]
@@ -72,6 +73,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return future
 
     def _job_done(self, _future: Any) -> None:
+        self.jobs -= 1
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self.jobs += 1  # ends in a thread, too
+        await super().shutdown_default_executor(*args)
         self.jobs -= 1
 
 
@@ -213,6 +219,7 @@ class MemoryTransport:
     def __init__(self, network: Network, peer: PeerId) -> None:
         self.peer = peer
         self.run = b""
+        self.links = LinkTable()
         self._network = network
         self._traffic: dict[PeerId, PeerTraffic] = {}
         self._pending: dict[int, asyncio.Future[Fetched]] = {}
@@ -221,7 +228,6 @@ class MemoryTransport:
         self._on_message: OnMessage | None = None
         self._on_request: OnRequest | None = None
 
-    @property
     def addresses(self) -> tuple[str, ...]:
         return (f"/memory/{self.peer}",)
 
@@ -297,6 +303,7 @@ class MemoryTransport:
         network = self._network
         loop = asyncio.get_running_loop()
         body = wire.encode_bytes(chunk, self.run)
+        self.links.sent(to, chunk, loop.time())
         way = network.way(self.peer, to)
         give_up = loop.time() + network.stall_seconds
         while True:
@@ -367,6 +374,8 @@ class MemoryTransport:
             if future is not None and not future.done():
                 future.set_result(message)
         else:
+            if isinstance(message, ChunkAck):
+                self.links.acknowledged(sender, message, asyncio.get_running_loop().time())
             assert self._on_message is not None
             self._on_message(sender, message)
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hivemind.p2p import P2P
+
 from geomesh_p2p.config import LinkSection, NetSection
-from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat, Hello, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import UnreachableError
 from geomesh_p2p.swarm import wire
-from geomesh_p2p.swarm.addresses import Address, check_addresses, check_port_free
+from geomesh_p2p.swarm.addresses import Address, check_addresses, check_port_free, parse
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
+from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
@@ -44,21 +47,26 @@ def shape_of(link: LinkSection) -> Shape:
 
 
 class Libp2pTransport:
-    """Must be made and used in one event loop. Checks its addresses when made (ConfigError); start() starts the daemon."""
+    """Made and used in one event loop. Checks its addresses when made (ConfigError); open() starts the daemon, start() opens
+    the doors. `links` emulates the ways to other sites, by site name or `default`; a peer's site is read from its greetings.
+    """
 
     def __init__(
-        self, net: NetSection, identity_path: str | Path, default_shape: Shape = Shape(),
+        self, net: NetSection, identity_path: str | Path, links: Mapping[str, LinkSection] | None = None,
         on_warning: OnWarning | None = None, on_daemon_exit: OnDaemonExit | None = None,
     ) -> None:  # fmt: skip
         self.net = net
-        self.listening, self.seeds = check_addresses(net.listen, net.announce, net.seeds)
+        self.listening, _ = check_addresses(net.listen, net.announce, net.seeds)
         self.identity_path = Path(identity_path)
         self.identity: Identity = load_identity(identity_path)
         self.peer: PeerId = self.identity.peer
         self.run = b""
         self.daemon: Daemon | None = None
-        self.addresses: tuple[str, ...] = ()
-        self._default_shape = default_shape
+        self.links = LinkTable()
+        self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
+        self._default_shape = self._emulated.get("default", Shape())
+        self._addresses: tuple[str, ...] = ()
+        self._met_peers: dict[PeerId, None] = {}
         self._on_warning = on_warning or (lambda reason, text: None)
         self._on_daemon_exit = on_daemon_exit or (lambda code, output: None)
         self._incarnation = os.urandom(INCARNATION_BYTES)
@@ -71,12 +79,18 @@ class Libp2pTransport:
 
     # ------------------------------------------------------------ life
 
-    async def start(self, on_message: OnMessage, on_request: OnRequest) -> None:
-        """Raises TemporaryError: the port is in use, or the daemon did not come up."""
-        self._on_message, self._on_request = on_message, on_request
+    async def open(self) -> None:
+        """Start the daemon: addresses() are known from here on. Raises TemporaryError: port in use, or it did not come up."""
         await asyncio.to_thread(check_port_free, self.listening)
         self.daemon = await Daemon.start(self.net, self.identity_path, self._daemon_exited)
-        self.addresses = await self.daemon.addresses()
+        self._addresses = await self.daemon.addresses()
+
+    async def start(self, on_message: OnMessage, on_request: OnRequest) -> None:
+        """Take frames and requests from now on; open() first, unless that was done."""
+        self._on_message, self._on_request = on_message, on_request
+        if self.daemon is None:
+            await self.open()
+        assert self.daemon is not None
         await self.daemon.accept({CONTROL: self._accept_frames, BULK: self._accept_frames, REQUEST: self._accept_requests})
 
     async def stop(self) -> None:
@@ -91,50 +105,71 @@ class Libp2pTransport:
         if daemon is not None:
             await daemon.stop()
 
+    def addresses(self) -> tuple[str, ...]:
+        """Where others dial this peer (net.announce if given), bound port and peer id included."""
+        return self._addresses
+
+    @property
+    def p2p(self) -> P2P:
+        """hivemind's handle on the daemon, for the directory. Only between open() and stop()."""
+        assert self.daemon is not None
+        return self.daemon.p2p
+
+    def met(self) -> tuple[PeerId, ...]:
+        """Peers that there is or was a connection with, for the directory."""
+        return tuple(self._met_peers)
+
     def _daemon_exited(self, code: int, output: str) -> None:
         self._on_daemon_exit(code, output)
 
-    async def reach(self) -> tuple[str, ...]:
-        """Connect to the seeds of net.seeds: one answer is enough. Returns one line for each that did not answer.
+    async def connect_seeds(self, seeds: Sequence[str], required: bool = True) -> tuple[PeerId, ...]:
+        """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not.
 
-        Tries again, with longer pauses, up to net.reach_seconds; then raises UnreachableError with a line per address.
+        If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a line
+        per address if `required`, else nobody was reached.
         """
-        outcomes: dict[str, str] = {}
-        async def one(seed: Address) -> None:
-            pause = 0.5
-            while True:
-                try:
-                    async with asyncio.timeout(DIAL_SECONDS):
-                        await self._dial(seed.peer, (seed.text,))
-                    outcomes.pop(seed.text, None)
-                    return
-                except TimeoutError:
-                    outcomes[seed.text] = f"no answer within {DIAL_SECONDS:g} s"
-                except Unreachable as error:
-                    outcomes[seed.text] = dial_reason(str(error))
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 8.0)
-
-        targets = [seed for seed in self.seeds if seed.peer != self.peer]
+        targets = [parse(seed, "net.seeds") for seed in seeds]
+        targets = [target for target in targets if target.peer and target.peer != self.peer]
         if not targets:
             return ()
-        tries = {asyncio.create_task(one(seed)) for seed in targets}
+        outcomes = {target.text: "no answer yet" for target in targets}
+        tries = {asyncio.create_task(self._reach(target, outcomes)) for target in targets}
+        patience = self.net.reach_seconds if required else min(self.net.reach_seconds, DIAL_SECONDS)
         try:
-            done, _ = await asyncio.wait(tries, timeout=self.net.reach_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                lines = "; ".join(f"{address}: {why}" for address, why in outcomes.items()) or "no answer"
-                raise UnreachableError(
-                    f"none of net.seeds answered within {self.net.reach_seconds:g} s (net.reach_seconds): {lines}. "
-                    f"Check that a peer of the run is up there and that its port is open"
-                )
-            await asyncio.wait(tries, timeout=OTHER_SEEDS_SECONDS)
+            done, _ = await asyncio.wait(tries, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                await asyncio.wait(tries, timeout=OTHER_SEEDS_SECONDS)
         finally:
             for task in tries:
                 task.cancel()
-        lines_left = tuple(f"{address}: {why}" for address, why in outcomes.items())
-        for line in lines_left:
-            self._on_warning("seed_unreachable", f"seed {line}")
-        return lines_left
+        reached = tuple(target.peer for target in targets if target.text not in outcomes)
+        if not reached and required:
+            lines = "".join(f"\n  {address}: {why}" for address, why in outcomes.items())
+            raise UnreachableError(
+                f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): check that a peer of the run is up "
+                f"at one of these addresses and that its port is open{lines}"
+            )
+        for address, why in outcomes.items():
+            self._on_warning("seed_unreachable", f"seed {address}: {why}")
+        return reached
+
+    async def _reach(self, target: Address, outcomes: dict[str, str]) -> None:
+        """Dial until it answers; `outcomes` has the newest reason, or nothing once it has."""
+        pause = 0.5
+        while True:
+            try:
+                async with asyncio.timeout(DIAL_SECONDS):
+                    await self._dial(target.peer, (target.text,))
+                del outcomes[target.text]
+                self._met_peers[target.peer] = None
+                self.learn(target.peer, (target.text,))
+                return
+            except TimeoutError:
+                outcomes[target.text] = f"no answer within {DIAL_SECONDS:g} s"
+            except Unreachable as error:
+                outcomes[target.text] = dial_reason(str(error))
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 8.0)
 
     async def _dial(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         if self.daemon is None:
@@ -190,6 +225,7 @@ class Libp2pTransport:
     async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
         if self.daemon is None:
             raise Unreachable("this transport is not running")
+        self.links.sent(to, chunk, asyncio.get_running_loop().time())
         await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
 
     async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
@@ -218,6 +254,7 @@ class Libp2pTransport:
         if remote.incarnation not in (None, incarnation):
             remote.restarted()
         remote.incarnation = incarnation
+        self._met_peers[peer] = None
         remote.try_now()
 
     def _bad(self, peer: PeerId, error: wire.FrameError) -> None:
@@ -238,6 +275,10 @@ class Libp2pTransport:
             raise wire.FrameError(f"{type(message).__name__}: has streams of its own")
         if not wire.concerns(self.run, frame) or self._on_message is None:
             return
+        if isinstance(message, ChunkAck):
+            self.links.acknowledged(peer, message, asyncio.get_running_loop().time())
+        elif isinstance(message, (Hello, Heartbeat)) and message.site in self._emulated:
+            self.shape(peer, self._emulated[message.site])
         try:
             self._on_message(peer, message)
         except Exception as error:  # a bug in a handler must not end the stream

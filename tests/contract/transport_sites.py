@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.swarm.memory import MemoryTransport, Network
+from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.transport import Libp2pTransport
 
 PATIENCE_SECONDS = 20.0
@@ -105,12 +105,12 @@ class Libp2pMesh:
         for one in self.sites:
             for other in self.sites:
                 if one is not other:
-                    one.transport.learn(other.peer, other.transport.addresses)
+                    one.transport.learn(other.peer, other.transport.addresses())
 
     async def restart(self, site: Site) -> Site:
         await self.kill(site)
         name = site.transport.identity_path.parent.name
-        return await self.site(name, site.transport.addresses[0].split("/p2p/")[0])
+        return await self.site(name, site.transport.addresses()[0].split("/p2p/")[0])
 
     async def kill(self, site: Site) -> None:
         self.sites.remove(site)

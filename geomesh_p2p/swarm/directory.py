@@ -1,0 +1,210 @@
+"""The meeting point: signed, expiring records of a run's peers in hivemind's DHT. It is no authority.
+
+Key: the run's name. Subkey: the peer id. Value: [record, public key, signature], signed by the peer's libp2p key, which
+hashes to the peer id. Every node refuses to store or to pass on what is not signed so, is too large, or would live too
+long; readers check again. A record's age is taken from the reader's own monotonic clock, counted from when it first saw
+that record, so hosts' clocks may differ by up to SKEW_SECONDS without harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgpack
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.timed_storage import get_dht_time
+
+from geomesh_p2p.core.canonical import Digest, pack
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.swarm.identity import Identity, verify
+from geomesh_p2p.swarm.wire import PROTOCOL_VERSION, FrameError, unpack_record
+
+LIFETIME_SECONDS = 30.0
+REFRESH_SECONDS = 10.0
+SKEW_SECONDS = 120.0
+MAX_RECORD_BYTES = 4096
+MAX_RECORDS = 512            # read at one time
+
+
+@dataclass(frozen=True)
+class Record:
+    """One peer's entry. `peer` is filled in by the reader from what the signature proves; `serial` grows with each one."""
+
+    run: Digest                   # empty: not known yet
+    fingerprint: Digest
+    site: str
+    trains: bool
+    addresses: tuple[str, ...]
+    round: int
+    digest: Digest
+    protocol: int = PROTOCOL_VERSION
+    lifetime_seconds: float = LIFETIME_SECONDS
+    serial: int = 0
+    peer: PeerId = ""
+
+
+class Host(Protocol):
+    """What the directory needs of the transport whose daemon it shares."""
+
+    identity: Identity
+
+    @property
+    def p2p(self) -> P2P: ...
+
+    def met(self) -> tuple[PeerId, ...]:
+        """Peers that there is or was a connection with."""
+        ...
+
+
+def sign_record(identity: Identity, key: bytes, record: Record) -> bytes:
+    """The value to be stored under `key` (a DHT id)."""
+    packed = pack(replace(record, peer=""))
+    return bytes(msgpack.packb([packed, identity.public, identity.sign(_signed(key, packed))]))
+
+
+def open_record(key: bytes, peer: PeerId, value: Any) -> Record:
+    """The record in `value`, if it is `peer`'s own. Raises FrameError with the reason."""
+    if not isinstance(value, bytes):
+        raise FrameError("record: bytes expected")
+    if len(value) > MAX_RECORD_BYTES:
+        raise FrameError("record: too large")
+    try:
+        packed, public, signature = msgpack.unpackb(value)
+    except Exception:
+        raise FrameError("record: not one") from None
+    if not all(isinstance(part, bytes) for part in (packed, public, signature)):
+        raise FrameError("record: not one")
+    if not verify(peer, public, _signed(key, packed), signature):
+        raise FrameError("record: bad signature")
+    return replace(unpack_record(Record, packed), peer=peer)
+
+
+def _signed(key: bytes, packed: bytes) -> bytes:
+    return b"geomesh record\0" + key + packed
+
+
+class _OnlySigned(RecordValidatorBase):  # type: ignore[misc]
+    """What this node stores for others, and takes from them: signed records, none for longer than records live."""
+
+    def __init__(self, ignored: Counter[str]) -> None:
+        self._ignored = ignored
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            if record.expiration_time > get_dht_time() + LIFETIME_SECONDS + 2 * SKEW_SECONDS:
+                raise FrameError("record: lives too long")
+            if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 128:
+                raise FrameError("record: too large")
+            peer, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
+            if not isinstance(peer, str):
+                raise FrameError("record: no peer id")
+            open_record(record.key, peer, value)
+        except FrameError as error:
+            self._ignored[str(error)] += 1
+            return False
+        except Exception:
+            self._ignored["record: not one"] += 1
+            return False
+        return True
+
+
+class Directory:
+    """One peer's view of the directory. start() after the transport's; whomever that meets is introduced."""
+
+    def __init__(
+        self, host: Host, run_name: str, lifetime_seconds: float = LIFETIME_SECONDS, refresh_seconds: float = REFRESH_SECONDS
+    ) -> None:
+        self.ignored: Counter[str] = Counter()
+        self._host = host
+        self._name = f"geomesh/{run_name}"
+        self._key = DHTID.generate(source=self._name).to_bytes()
+        self._lifetime_seconds, self._refresh_seconds = lifetime_seconds, refresh_seconds
+        self._node: DHTNode | None = None
+        self._record: Record | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._expires = 0.0
+        self._introduced: set[PeerId] = set()
+        self._seen: dict[PeerId, tuple[int, float]] = {}   # serial, when it was first seen here
+
+    async def start(self) -> None:
+        self._node = await DHTNode.create(
+            self._host.p2p,
+            record_validator=_OnlySigned(self.ignored),
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,
+            cache_nearest=0,
+        )
+
+    async def _get_to_know(self) -> None:
+        """Introduce this node to the nodes of peers that the transport has met since the last time."""
+        assert self._node is not None
+        new = [peer for peer in self._host.met() if peer not in self._introduced]
+        if not new:
+            return
+        answers = await asyncio.gather(*(self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in new))
+        self._introduced.update(peer for peer, answer in zip(new, answers, strict=True) if answer is not None)
+        await self._node.find_nearest_nodes([self._node.node_id])
+
+    async def announce(self, record: Record) -> bool:
+        """Publish `record` and keep it alive until the next one or stop(). False: no node took it this time."""
+        self._record = replace(record, lifetime_seconds=self._lifetime_seconds)
+        stored = await self._publish()
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh())
+        return stored
+
+    async def _publish(self) -> bool:
+        assert self._node is not None and self._record is not None
+        await self._get_to_know()
+        # A later expiry replaces an earlier one, even if this host's clock has been set back.
+        self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
+        value = sign_record(self._host.identity, self._key, replace(self._record, serial=time.time_ns()))
+        return bool(await self._node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_seconds)
+            try:
+                await self._publish()
+            except Exception as error:  # the daemon may be gone: whoever owns it says so
+                self.ignored[f"publish: {type(error).__name__}"] += 1
+
+    async def peers(self) -> list[Record]:
+        """The other peers' records that are alive, newest first, at most MAX_RECORDS."""
+        assert self._node is not None
+        await self._get_to_know()
+        found = await self._node.get(self._name, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return []
+        now, records = time.monotonic(), []
+        for peer, (value, _expires) in list(found.value.items())[:MAX_RECORDS]:
+            if peer == self._host.identity.peer:
+                continue
+            try:
+                record = open_record(self._key, str(peer), value)
+            except FrameError as error:
+                self.ignored[str(error)] += 1
+                continue
+            serial, seen = self._seen.get(record.peer, (-1, now))
+            if record.serial > serial:
+                serial, seen = self._seen[record.peer] = (record.serial, now)
+            if record.serial < serial or now - seen > min(record.lifetime_seconds, LIFETIME_SECONDS):
+                self.ignored["record: expired"] += 1
+                continue
+            records.append(record)
+        return sorted(records, key=lambda record: -record.serial)
+
+    async def stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+        if self._node is not None:
+            await self._node.shutdown()
+

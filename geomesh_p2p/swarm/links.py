@@ -1,0 +1,105 @@
+"""Measured links: round-trip times from heartbeats, rates from transfers that really took place, both smoothed.
+
+A rate counts busy time only: the clock runs while bytes of an exchange are sent and not yet acknowledged, and one round
+trip is taken off (the wait for the last acknowledgement). Waiting for a peer that is late with its own part is therefore
+never mistaken for a slow link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from geomesh_p2p.core.messages import Chunk, ChunkAck
+from geomesh_p2p.core.types import Link, PeerId
+
+RTT_WEIGHT = 0.2             # of a new sample, in the moving average
+RATE_WEIGHT = 0.3
+MIN_SAMPLE_BYTES = 32 * 1024     # less says more about the delay than about the rate
+MIN_SAMPLE_SECONDS = 1e-4
+
+Key = tuple[str, PeerId, int]
+
+
+@dataclass
+class _Path:
+    """What is known of the way to one peer, and the transfer that is going on."""
+
+    rtt_seconds: float | None = None
+    bytes_per_second: float | None = None
+    plan: bytes = b""
+    sent: dict[Key, int] = field(default_factory=dict)         # end of what was sent, by stream
+    acknowledged: dict[Key, int] = field(default_factory=dict)
+    busy_since: float | None = None
+    last_news: float = 0.0
+    busy_bytes: int = 0
+
+
+class LinkTable:
+    """All ways out of one peer. Times are seconds of its own monotonic clock."""
+
+    def __init__(self) -> None:
+        self._paths: dict[PeerId, _Path] = {}
+
+    def _path(self, peer: PeerId) -> _Path:
+        return self._paths.setdefault(peer, _Path())
+
+    def round_trip(self, peer: PeerId, seconds: float) -> None:
+        if seconds >= 0:
+            path = self._path(peer)
+            path.rtt_seconds = _smoothed(path.rtt_seconds, seconds, RTT_WEIGHT)
+
+    def sent(self, peer: PeerId, chunk: Chunk, now: float) -> None:
+        """`chunk` is about to be handed to the stream."""
+        path = self._path(peer)
+        if chunk.plan != path.plan:
+            self._close(path)
+            path.plan, path.sent, path.acknowledged = chunk.plan, {}, {}
+        key = (chunk.kind, chunk.owner, chunk.share)
+        path.sent[key] = max(path.sent.get(key, 0), chunk.offset + len(chunk.data))
+        if path.busy_since is None:
+            path.busy_since = path.last_news = now
+
+    def acknowledged(self, peer: PeerId, ack: ChunkAck, now: float) -> None:
+        path = self._path(peer)
+        key = (ack.kind, ack.owner, ack.share)
+        if ack.plan != path.plan or key not in path.sent or path.busy_since is None:
+            return
+        before, upto = path.acknowledged.get(key, 0), min(ack.offset, path.sent[key])
+        if upto <= before:
+            return
+        path.acknowledged[key] = upto
+        path.busy_bytes += upto - before
+        path.last_news = now
+        if all(path.acknowledged.get(stream, 0) >= end for stream, end in path.sent.items()):
+            self._close(path)
+
+    def _close(self, path: _Path) -> None:
+        """The transfer is over, or was given up: then it counts up to its last acknowledgement."""
+        if path.busy_since is not None and path.busy_bytes >= MIN_SAMPLE_BYTES:
+            seconds = max(path.last_news - path.busy_since - (path.rtt_seconds or 0.0), MIN_SAMPLE_SECONDS)
+            path.bytes_per_second = _smoothed(path.bytes_per_second, path.busy_bytes / seconds, RATE_WEIGHT)
+        path.busy_since, path.busy_bytes = None, 0
+
+    def rtt_seconds(self, peer: PeerId) -> float:
+        """Smoothed; 0 if nothing was heard yet."""
+        path = self._paths.get(peer)
+        return path.rtt_seconds or 0.0 if path is not None else 0.0
+
+    def bytes_per_second(self, peer: PeerId) -> float | None:
+        path = self._paths.get(peer)
+        return path.bytes_per_second if path is not None else None
+
+    def links_from(self, me: PeerId) -> tuple[Link, ...]:
+        """The ways whose rate has been measured, ordered by peer id."""
+        return tuple(
+            Link(me, peer, path.rtt_seconds or 0.0, path.bytes_per_second)
+            for peer, path in sorted(self._paths.items())
+            if path.bytes_per_second is not None
+        )
+
+    def forget(self, peer: PeerId) -> None:
+        self._paths.pop(peer, None)
+
+
+def _smoothed(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else old + weight * (new - old)

@@ -1,0 +1,90 @@
+"""Rates come from busy time alone; a peer that is late does not look like a slow link."""
+
+from __future__ import annotations
+
+import pytest
+
+from geomesh_p2p.core.messages import Chunk, ChunkAck
+from geomesh_p2p.core.types import Link
+from geomesh_p2p.swarm.links import LinkTable
+
+PLAN, NEXT_PLAN = b"p" * 32, b"q" * 32
+KIB = 1024
+
+
+def chunk(offset: int, size: int, plan: bytes = PLAN, owner: str = "me") -> Chunk:
+    return Chunk(plan, "contribution", owner, b"", 0, offset, 0, bytes(size))
+
+
+def ack(offset: int, plan: bytes = PLAN, owner: str = "me") -> ChunkAck:
+    return ChunkAck(plan, "contribution", owner, 0, offset)
+
+
+def transfer(links: LinkTable, start: float, size: int, seconds: float, plan: bytes = PLAN) -> None:
+    links.sent("b", chunk(0, size, plan), start)
+    links.acknowledged("b", ack(size, plan), start + seconds)
+
+
+def test_rate_takes_the_round_trip_off() -> None:
+    links = LinkTable()
+    links.round_trip("b", 0.1)
+    transfer(links, 0.0, 1000 * KIB, 1.1)
+    assert links.bytes_per_second("b") == pytest.approx(1000 * KIB)
+    assert links.links_from("me") == (Link("me", "b", 0.1, pytest.approx(1000 * KIB)),)
+
+
+def test_waiting_between_transfers_does_not_count() -> None:
+    links = LinkTable()
+    transfer(links, 0.0, 1000 * KIB, 1.0)
+    links.sent("b", chunk(0, 500 * KIB, owner="other"), 100.0)  # the same plan, a minute and a half later
+    links.acknowledged("b", ack(500 * KIB, owner="other"), 100.5)
+    assert links.bytes_per_second("b") == pytest.approx(1000 * KIB)
+
+
+def test_pipelined_chunks_are_one_transfer() -> None:
+    links = LinkTable()
+    for index in range(10):
+        links.sent("b", chunk(index * 100 * KIB, 100 * KIB), 0.1 * index)
+    for index in range(10):
+        links.acknowledged("b", ack((index + 1) * 100 * KIB), 1.0 + 0.1 * index)
+    assert links.bytes_per_second("b") == pytest.approx(1000 * KIB / 1.9)
+
+
+def test_repeated_and_foreign_acknowledgements_count_for_nothing() -> None:
+    links = LinkTable()
+    links.sent("b", chunk(0, 200 * KIB), 0.0)
+    links.acknowledged("b", ack(100 * KIB), 0.1)
+    links.acknowledged("b", ack(100 * KIB), 0.2)
+    links.acknowledged("b", ack(50 * KIB), 0.2)
+    links.acknowledged("b", ack(10**9, NEXT_PLAN), 0.2)
+    links.acknowledged("b", ack(10**9, owner="stranger"), 0.2)
+    assert links.bytes_per_second("b") is None
+    links.acknowledged("b", ack(10**9), 0.5)  # more than was sent
+    assert links.bytes_per_second("b") == pytest.approx(400 * KIB)
+
+
+def test_a_transfer_given_up_counts_up_to_its_last_acknowledgement() -> None:
+    links = LinkTable()
+    links.sent("b", chunk(0, 400 * KIB), 0.0)
+    links.acknowledged("b", ack(200 * KIB), 1.0)
+    transfer(links, 60.0, 200 * KIB, 1.0, NEXT_PLAN)
+    assert links.bytes_per_second("b") == pytest.approx(200 * KIB)
+
+
+def test_small_transfers_say_nothing() -> None:
+    links = LinkTable()
+    transfer(links, 0.0, 1 * KIB, 1.0)
+    assert links.bytes_per_second("b") is None and links.links_from("me") == ()
+
+
+def test_smoothing_moves_part_of_the_way() -> None:
+    links = LinkTable()
+    transfer(links, 0.0, 1000 * KIB, 1.0)
+    transfer(links, 10.0, 1000 * KIB, 2.0, NEXT_PLAN)
+    assert links.bytes_per_second("b") == pytest.approx(1000 * KIB - 0.3 * 500 * KIB)
+    links.round_trip("b", 0.1)
+    links.round_trip("b", 0.2)
+    assert links.rtt_seconds("b") == pytest.approx(0.12)
+    links.round_trip("b", -1.0)
+    assert links.rtt_seconds("b") == pytest.approx(0.12)
+    assert links.rtt_seconds("nobody") == 0.0
