@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import time
@@ -49,12 +50,14 @@ class Listener:
 
 def plan_of(topology: str, layout: Layout, members: int) -> Plan:
     edges = [layout.parameters * index // members // 8 * 8 for index in range(members)] + [layout.parameters]
-    shares = tuple(Range(low, high) for low, high in zip(edges, edges[1:], strict=False)) if topology == "reduce" else ()
+    shares = tuple(Range(low, high) for low, high in itertools.pairwise(edges)) if topology == "reduce" else ()
     assignments = tuple(Assignment(f"p{i}", f"s{i}", 8, 4, 8, (Range(32 * i, 32 * i + 32),), 1.0, 1.0) for i in range(members))
     return Plan(b"r" * 32, 1, Term(1, "p0"), 1, b"b" * 32, assignments, topology, shares, 0, 0, 1.0, 10.0, 1.0, True)  # type: ignore[arg-type]
 
 
-async def exchange_once(topology: str, codec: ExchangeCodec, payloads: list[np.ndarray], threads: bool) -> tuple[float, float, int]:
+async def exchange_once(
+    topology: str, codec: ExchangeCodec, payloads: list[np.ndarray], threads: bool
+) -> tuple[float, float, int]:
     """CPU seconds of the process, wall seconds, chunk bytes sent by all."""
     plan = plan_of(topology, codec.layout, len(payloads))
     network = Network()
@@ -111,7 +114,10 @@ def main() -> None:
         assert isinstance(payload, np.ndarray)
         payloads.append(payload)
     report: dict[str, object] = {
-        "parameters": layout.parameters, "members": options.members, "payload_bytes": codec.payload_bytes, "repeat": options.repeat
+        "parameters": layout.parameters,
+        "members": options.members,
+        "payload_bytes": codec.payload_bytes,
+        "repeat": options.repeat,
     }
     for topology in ("gather", "reduce"):
         for threads in (False, True):

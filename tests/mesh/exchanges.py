@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import Assignment, Contribution, Plan, Range, Term
 from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCodec, ExchangeLimits, Missed, inline
 from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.offload import Offload
 
 LAYOUT = Layout((Tensor("embedding", 640, 40), Tensor("matrix", 4000), Tensor("norm", 37)))
 BASE = b"b" * 32
@@ -25,11 +27,16 @@ CHUNK_BYTES = 128
 
 def even_shares(parameters: int, count: int) -> tuple[Range, ...]:
     edges = [parameters * index // count // 8 * 8 for index in range(count)] + [parameters]
-    return tuple(Range(low, high) for low, high in zip(edges, edges[1:], strict=False))
+    return tuple(Range(low, high) for low, high in itertools.pairwise(edges))
 
 
 def plan_for(
-    count: int, topology: str, layout: Layout = LAYOUT, shares: tuple[Range, ...] | None = None, exchange_seconds: float = 0.1, attempt: int = 1
+    count: int,
+    topology: str,
+    layout: Layout = LAYOUT,
+    shares: tuple[Range, ...] | None = None,
+    exchange_seconds: float = 0.1,
+    attempt: int = 1,
 ) -> Plan:
     members = tuple(
         Assignment(f"peer-{index}", f"site-{index}", 8, 4, 8, (Range(100 * index, 100 * index + 32),), 1.0, 10.0)
@@ -101,13 +108,17 @@ class Mesh:
         layout: Layout = LAYOUT,
         limits: ExchangeLimits | None = None,
         abstaining: Sequence[int] = (),
+        offload: Offload = inline,
     ) -> None:
         self.plan, self.network = plan, network
         self.codec = ExchangeCodec(layout, settings or CodecSection())
         self.limits = limits or ExchangeLimits(chunk_bytes=CHUNK_BYTES)
+        self.offload = offload
         self.payloads = [
-            None if index in abstaining else payload_of(layout, self.codec.settings, index) for index in range(len(plan.members))
+            None if index in abstaining else payload_of(layout, self.codec.settings, index)
+            for index in range(len(plan.members))
         ]
+        self.part_residuals: list[np.ndarray | None] = [None] * len(plan.members)
         self.contributions = [contribution_of(plan, index, payload) for index, payload in enumerate(self.payloads)]
         self.transports = [network.transport(peer) for peer in plan.peers]
         self.heard = [Heard() for _ in plan.members]
@@ -132,7 +143,7 @@ class Mesh:
 
     def new_exchange(self, index: int) -> Exchange:
         me = self.plan.peers[index]
-        return Exchange(me, self.plan, self.transports[index], self.codec, self.limits, self.heard[index], inline)
+        return Exchange(me, self.plan, self.transports[index], self.codec, self.limits, self.heard[index], self.offload)
 
     def _receiver(self, index: int) -> Any:
         def receive(sender: str, message: Any) -> None:
@@ -152,7 +163,7 @@ class Mesh:
 
     def finish(self, index: int) -> None:
         contribution = self.contributions[index]
-        self.exchanges[index].contribute(contribution, self.payloads[index])
+        self.exchanges[index].contribute(contribution, self.payloads[index], self.part_residuals[index])
         for peer in self.plan.peers:
             if peer != contribution.peer:
                 self.transports[index].send(peer, Finished(self.plan.digest, contribution, 1.0))

@@ -9,7 +9,9 @@ import pytest
 
 from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core.codec import decode_part, encode_part, mean_of
+from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.types import Range
+from geomesh_p2p.swarm.exchange import Exchange, ExchangeLimits, in_thread
 from geomesh_p2p.swarm.memory import Network, run_virtual
 from tests.mesh.exchanges import LAYOUT, Mesh, even_shares, plan_for
 
@@ -137,8 +139,12 @@ def test_the_parts_of_a_reduce_decode_to_about_the_mean_of_a_gather() -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_bytes_sent(count: int) -> None:
+    layout = Layout((Tensor("embedding", 64_000, 16), Tensor("rest", 400_000)))
+    limits = ExchangeLimits()
+
     async def main(topology: str) -> tuple[list[int], int]:
-        async with Mesh(plan_for(count, topology), Network(latency_seconds=0.05, bytes_per_second=1e5)) as mesh:
+        network = Network(latency_seconds=0.05, bytes_per_second=1e6)
+        async with Mesh(plan_for(count, topology, layout), network, layout=layout, limits=limits) as mesh:
             mesh.start()
             mesh.finish_all()
             await mesh.all_assembled()
@@ -148,5 +154,55 @@ def test_bytes_sent(count: int) -> None:
     sent, payload = run_virtual(main("gather"))
     assert sent == [(count - 1) * payload] * count
     sent, payload = run_virtual(main("reduce"))
-    # each tensor that a share cuts adds one magnitude; nothing else is added
-    assert sum(sent) / count == pytest.approx(2 * (count - 1) / count * payload, rel=0.03)
+    assert sent == pytest.approx([2 * (count - 1) / count * payload] * count, rel=0.01)
+
+
+def test_a_reducer_adds_its_residual_and_hands_back_what_the_next_one_follows_from() -> None:
+    async def main() -> None:
+        settings = CodecSection(residual=True)
+        async with Mesh(plan_for(3, "reduce"), Network(), settings) as mesh:
+            share = mesh.plan.shares[1]
+            residual = np.random.default_rng(9).standard_normal(len(share)).astype(np.float32)
+            mesh.part_residuals[1] = residual
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assembly, mean = mesh.heard[1].all_assembled[0], direct_mean(mesh)[share.start : share.stop]
+            assert assembly.mean is not None
+            assert assembly.part is not None
+            assert assembly.mean.tolist() == mean.tolist()
+            expected = encode_part(LAYOUT, settings, mean, share.start, share.stop, residual)
+            assert isinstance(expected, np.ndarray)
+            assert assembly.part.tolist() == assembly.body[1].tolist() == expected.tolist()
+            assert len({mesh.body(index) for index in range(3)}) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_heavy_work_may_run_in_threads(topology: str) -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(3, topology), Network(latency_seconds=0.01), offload=in_thread) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+def test_what_a_caller_does_wrong_is_said() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather"), Network()) as mesh:
+            own, payload = mesh.contributions[0], mesh.payloads[0]
+            assert payload is not None
+            for wrong in (None, payload[:-1]):
+                with pytest.raises(ValueError, match="payload"):
+                    mesh.exchanges[0].contribute(own, wrong)
+            mesh.finish(0)
+            with pytest.raises(ValueError, match="already"):
+                mesh.finish(0)
+            with pytest.raises(ValueError, match="stranger is no member"):
+                Exchange("stranger", mesh.plan, mesh.transports[0], mesh.codec, mesh.limits, mesh.heard[0])
+
+    run_virtual(main())

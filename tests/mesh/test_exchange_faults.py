@@ -197,10 +197,11 @@ def test_a_slow_but_steady_stream_misses_no_deadline() -> None:
 
 
 def chunks_of(mesh: Mesh, index: int, size: int = CHUNK_BYTES) -> list[Chunk]:
-    payload, name = mesh.payloads[index], mesh.contributions[index].payload
+    payload, contribution = mesh.payloads[index], mesh.contributions[index]
     assert payload is not None
+    head = (mesh.plan.digest, "contribution", contribution.peer, contribution.payload, 0)
     return [
-        Chunk(mesh.plan.digest, "contribution", mesh.plan.peers[index], name, 0, at, payload.size, payload[at : at + size].tobytes())
+        Chunk(*head, at, payload.size, payload[at : at + size].tobytes())
         for at in range(0, payload.size, size)
     ]
 
@@ -361,7 +362,8 @@ def test_parts_of_unequal_contributions_are_never_assembled() -> None:
             mesh.finish(2)
             share = mesh.plan.shares[1]
             data = b"".join(other[low:high].tobytes() for low, high in mesh.codec.slices(share))
-            mesh.exchanges[1].receive("peer-2", Chunk(mesh.plan.digest, "contribution", "peer-2", digest_bytes(other), 1, 0, len(data), data))
+            head = (mesh.plan.digest, "contribution", "peer-2", digest_bytes(other), 1)
+            mesh.exchanges[1].receive("peer-2", Chunk(*head, 0, len(data), data))
             await asyncio.sleep(10.0)
             assert mesh.heard[0].all_unequal == [("peer-1",)]
             assert mesh.heard[2].all_unequal == [("peer-1",)]
