@@ -34,9 +34,9 @@ class Run:
         for history in histories:
             for line in history.lines:
                 self.of_kind[line.kind].append((history, line))
-        self.commits: dict[int, list[Entry]] = defaultdict(list)
+        self.commits: dict[int, list[Entry]] = {}  # no round without an entry
         for history, line in self.of_kind["commit"]:
-            self.commits[line.round].append((history, line))
+            self.commits.setdefault(line.round, []).append((history, line))
         self.views: dict[int, tuple[str, ...]] = {}
         for _, line in self.of_kind["founding"]:
             self.views.setdefault(0, tuple(line["view"]))
@@ -237,11 +237,10 @@ def check_commit_quorums(run: Run, remarks: list[str]) -> Iterator[Violation]:
             for peer, rank, held in run.held[number]:
                 if held == seal:
                     holders[rank].add(peer)
-            # A leader counts the reports of its own term alone; elsewhere the term of the commit may not be known.
-            led = {line.term for _, line in entries if line.get("committed_by") == "leader" and line["seal"] == seal}
-            terms: list[TermPair | None] = [*sorted(led)] or [None]
-            for term in terms:
-                groups = [set[str](), *(peers for rank, peers in holders.items() if term in (None, rank[0]))]
+            led = [entry for entry in entries if entry[1].get("committed_by") == "leader" and entry[1]["seal"] == seal]
+            for term, attempt in sorted(newest_attempt(*entry) for entry in led) or [((0, ""), 0)]:
+                counted = [rank for rank in holders if not led or (rank[0] == term and rank[1] >= attempt)]
+                groups = [set[str](), *(holders[rank] for rank in counted)]
                 if any(is_quorum(peers, view) for peers in groups):
                     continue
                 if any(is_quorum(peers | unseen, view) for peers in groups):
@@ -249,7 +248,17 @@ def check_commit_quorums(run: Run, remarks: list[str]) -> Iterator[Violation]:
                     continue
                 best = max(groups, key=lambda peers: len(peers))
                 text = f"committed {short(seal)} with held records of {run.names(best)}: no quorum of {run.names(view)}"
-                yield Violation(5, text, run.sites(history.peer for history, _ in entries), number, term)
+                yield Violation(5, text, run.sites(history.peer for history, _ in entries), number, term if led else None)
+
+
+def newest_attempt(history: History, commit: Line) -> Rank:
+    """A leader counts the reports of its own term alone, and of the newest attempt that it had opened: (term, attempt)."""
+    opened = [
+        int(line["attempt"])
+        for line in history.lines
+        if line.kind == "accept" and line.number < commit.number and (line.round, line.term) == (commit.round, commit.term)
+    ]
+    return commit.term, max(opened, default=0)
 
 
 def check_held_again(run: Run, remarks: list[str]) -> Iterator[Violation]:
@@ -343,7 +352,7 @@ def check_ranges(run: Run, remarks: list[str]) -> Iterator[Violation]:
                     text = f"plan {short(plan)} gave positions {twice} to {site} and to another"
                     yield Violation(6, text, (site,), number, line.term)
                 given.add(ranges)
-        for _, line in run.commits[number][:1]:
+        for _, line in run.commits.get(number, [])[:1]:
             for item in line["contributors"]:
                 ranges = as_ranges(item["ranges"])
                 lap = credited.overlap(ranges)

@@ -240,6 +240,13 @@ def commits_what_was_held_in_an_older_term(story: Story) -> None:
         story.lines[site].remove(story.find(site, "held", round=5, term=[2, peer_of(BIRCH)]))
 
 
+@plants(5, "no quorum of")
+def commits_an_older_attempt(story: Story) -> None:
+    """The leader had opened attempt 2; what was held in attempt 1 no longer counts."""
+    for site in (BIRCH, CEDAR):
+        story.find(site, "held", round=3)["attempt"] = 1
+
+
 @plants(5, "whose votes carried")
 def exchanges_a_held_round_anew(story: Story) -> None:
     for site in (BIRCH, CEDAR, DOGWOOD):
