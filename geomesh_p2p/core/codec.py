@@ -54,7 +54,7 @@ ONE = np.float32(1)
 
 @dataclass(frozen=True)
 class NotFinite:
-    """The delta of `tensor` has a NaN or an infinity (or is beyond what the format can carry): the peer abstains."""
+    """The delta of `tensor` has a NaN or an infinity, or is beyond MAX_MAGNITUDE or the format: the peer abstains."""
 
     tensor: str
 
@@ -220,24 +220,26 @@ def _encode(section: _Section, rms: bool, fill: Fill, out: Bytes | None) -> Byte
         return _encode_numbers(section, fill, data)
     scratch, body = np.empty(CHUNK, np.float32), data[section.head_bytes :]
     if section.width == 1:
-        measure = _MeanOf(section, "square" if rms else "absolute", packed=body).run(fill, scratch)
+        measure = _Measure(section, "square" if rms else "absolute", packed=body).run(fill, scratch)
         magnitudes = np.sqrt(measure.mean) if rms else measure.mean
     elif section.width == 2:
-        measure = _MeanOf(section, "absolute").run(fill, scratch)
-        magnitudes = _MeanOf(section, "absolute", above=0.7 * measure.mean).run(fill, scratch).mean
+        measure = _Measure(section, "absolute").run(fill, scratch)
+        magnitudes = _Measure(section, "absolute", above=0.7 * measure.mean).run(fill, scratch).mean
     else:
-        measure = _MeanOf(section, "maximum").run(fill, scratch)
+        measure = _Measure(section, "maximum").run(fill, scratch)
         magnitudes = measure.sums / _TOP[section.width]
-    bad = measure.first_not_finite()
-    if bad is not None:
-        return NotFinite(bad)
+    fine = magnitudes <= MAX_MAGNITUDE  # false for a NaN
+    if not fine.all():
+        magnitude = section.first_magnitude + int(np.argmin(fine))
+        first_magnitudes = section.layout.first_magnitudes
+        return NotFinite(section.layout.tensors[bisect_right(first_magnitudes, magnitude) - 1].name)
     section.head(data)[:] = magnitudes
     if section.width > 1:
         _pack_levels(section, fill, scratch, section.head(data), body)
     return data
 
 
-class _MeanOf:
+class _Measure:
     """One pass over a section: the sum, by magnitude, of |x| or x*x (or the maximum of |x|), and the packed signs if asked."""
 
     def __init__(
@@ -251,7 +253,7 @@ class _MeanOf:
     def mean(self) -> npt.NDArray[np.float64]:
         return self.sums / np.maximum(self.counts, 1)
 
-    def run(self, fill: Fill, scratch: Vector) -> _MeanOf:
+    def run(self, fill: Fill, scratch: Vector) -> _Measure:
         section = self.section
         signs = np.empty(CHUNK, np.bool_)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -281,14 +283,6 @@ class _MeanOf:
                 self.sums[at] += rows.sum(axis=1)
                 self.counts[at] += rows.shape[1]
 
-    def first_not_finite(self) -> str | None:
-        finite = np.isfinite(self.sums)
-        if finite.all():
-            return None
-        magnitude = int(np.argmin(finite)) + self.section.first_magnitude
-        layout = self.section.layout
-        return layout.tensors[bisect_right(layout.first_magnitudes, magnitude) - 1].name
-
 
 def _pack_levels(section: _Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes) -> None:
     width, top, origin = section.width, _TOP[section.width], section.first_magnitude
@@ -315,8 +309,9 @@ def _encode_numbers(section: _Section, fill: Fill, data: Bytes) -> Bytes | NotFi
             fill(start, stop, values)
             coded = numbers[start - section.start : stop - section.start]
             coded[:] = values
-            if not np.isfinite(coded).all():
-                at = start + int(np.argmin(np.isfinite(coded)))
+            fine = np.isfinite(coded) & (np.abs(values) <= MAX_MAGNITUDE)
+            if not fine.all():
+                at = start + int(np.argmin(fine))
                 return NotFinite(section.layout.tensors[next(section.layout.pieces(at, at + 1)).tensor].name)
     return data
 

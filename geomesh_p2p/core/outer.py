@@ -4,7 +4,8 @@ SGD with (Nesterov) momentum on the mean delta g (a pseudo-gradient; Sutskever e
 
     momentum = mu * momentum + g        step = g + mu * momentum  (plain: momentum)        anchor = anchor - lr * step
 
-every multiplication, addition and subtraction on its own, fp32, element by element: never fused, never reordered.
+every multiplication, addition and subtraction on its own, fp32, element by element: never fused, never reordered, and with
+subnormal numbers kept (a library built with -ffast-math may switch them off for a whole thread).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core.codec import CHUNK, Layout, Mean, Part, part_bytes, payload_bytes
 from geomesh_p2p.core.types import Update
+from geomesh_p2p.errors import DataError
 
 Vector = npt.NDArray[np.float32]
 
@@ -60,7 +62,13 @@ def apply_update(
     """Folds one committed update into the state. Without contributors nothing moves, momentum neither.
 
     `body` is any buffer of bytes: a gather's payloads in contributor order, or a reduce's parts in share order (only shares
-    that are not empty). Raises ValueError, before anything moved, if its length does not fit."""
+    that are not empty). Raises, before anything moved, ValueError if its length does not fit and DataError if this thread's
+    arithmetic is not that of the others."""
+    if np.array([2**-126], np.float32)[0] * np.float32(0.5) == 0:
+        raise DataError(
+            "this process flushes subnormal numbers to zero, so its weights would part from the others': find the library that "
+            "was built with -ffast-math, or call torch.set_flush_denormal(False) after loading it"
+        )
     data = np.frombuffer(body, np.uint8)
     if not update.contributors:
         if data.size:

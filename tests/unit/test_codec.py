@@ -136,6 +136,20 @@ def test_anything_not_finite_is_named_and_not_encoded(kind: str, bad: float) -> 
         assert codec.encode(layout, delta, np.zeros_like(delta), CodecSection(payload=kind)) == NotFinite(name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_encoding_gives_is_what_others_accept(kind: str) -> None:
+    layout, section = Layout((Tensor("a", 16), Tensor("b", 16))), CodecSection(payload=kind)
+    for scale in (0, 1e-44, 1e-20, 1e3, 1e5, 2e6, 1e9, 1e20, 3e38):
+        delta = np.concatenate([np.ones(16), np.full(16, scale)]).astype(np.float32)
+        payload = codec.encode(layout, delta, np.zeros_like(delta), section)
+        if scale <= 1e3:
+            assert isinstance(payload, np.ndarray)
+        if isinstance(payload, NotFinite):
+            assert payload.tensor == "b"
+        else:
+            assert codec.fault_in(layout, section, payload) == ""
+
+
 def test_a_delta_beyond_fp16_is_not_finite_there() -> None:
     layout, delta = Layout((Tensor("big", 8),)), np.full(8, 1e5, np.float32)
     assert codec.encode(layout, delta, np.zeros_like(delta), CodecSection(payload="fp16")) == NotFinite("big")

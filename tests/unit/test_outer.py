@@ -17,6 +17,7 @@ from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.codec import Layout, Tensor
 from geomesh_p2p.core.outer import OuterState
 from geomesh_p2p.core.types import Contribution, Range, Update
+from geomesh_p2p.errors import DataError
 
 LAYOUT = Layout((Tensor("embedding", 70 * 24, 70), Tensor("weight", 50_000), Tensor("norm", 13)))
 SIZE = LAYOUT.parameters
@@ -202,6 +203,19 @@ def test_a_body_that_does_not_fit_is_refused_before_anything_moves(make) -> None
         with pytest.raises(ValueError, match=f"{len(wrong)} bytes"):
             fold(state, update, wrong, CodecSection(), OuterSection())
     assert same(state, founded())
+
+
+def test_arithmetic_that_differs_from_the_others_is_refused() -> None:
+    state = founded()
+    update, body = gathered(CodecSection(), 1)
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(DataError, match="subnormal"):
+            fold(state, update, body, CodecSection(), OuterSection())
+    finally:
+        torch.set_flush_denormal(False)
+    assert same(state, founded())
+    fold(state, update, body, CodecSection(), OuterSection())
 
 
 @pytest.mark.parametrize("shares", [SHARES[1:], SHARES[:-1], (), (SHARES[2], SHARES[0], SHARES[3])])
