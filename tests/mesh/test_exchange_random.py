@@ -19,7 +19,7 @@ from tests.mesh.exchanges import Mesh, plan_for
 from tests.mesh.test_exchange import TOPOLOGIES, expected_body
 
 HEALED_SECONDS = 20.0
-SETTLED_SECONDS = 250
+SETTLED_SECONDS = 150
 
 
 async def schedule(seed: int, topology: str) -> tuple[bool, bool]:
@@ -75,7 +75,7 @@ async def schedule(seed: int, topology: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_random_schedules(topology: str) -> None:
-    outcomes = [run_virtual(schedule(seed, topology)) for seed in range(30)]
+    outcomes = [run_virtual(schedule(seed, topology)) for seed in range(16)]
     # all three ends were seen: nobody crashed, somebody did and was needed, somebody did and was not
     assert set(outcomes) == {(False, True), (True, True), (True, False)}
 
