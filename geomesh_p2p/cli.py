@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"unknown argument {unknown[0]}{near}: see {args.parser.prog} --help")
         args.overrides = overrides
         verb: Verb = args.run_verb
-        return verb(args)
+        code = verb(args)
+        sys.stdout.flush()
+        return code
     except GeoMeshError as error:
         print(f"geomesh: {error}", file=sys.stderr)
         return error.exit_code

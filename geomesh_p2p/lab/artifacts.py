@@ -59,16 +59,10 @@ def load_anchor(folder: Path, device: str = "cpu") -> Anchor:
 
 def _furthest(folder: Path) -> Path:
     sites = [site for site in (folder, *sorted(folder.glob("*/"))) if (site / "config.json").is_file()]
-    saved = {site: max(rounds) for site in sites if (rounds := _snapshot_rounds(site))}
+    saved = {site: max(rounds) for site in sites if (rounds := Snapshots(site).rounds())}
     if not saved:
         raise DataError(f"{folder}: neither a peer's nor a run's folder with a snapshot in it")
     return max(saved, key=lambda site: saved[site])
-
-
-def _snapshot_rounds(site: Path) -> list[int]:
-    """Without Snapshots, which clears away what a running peer may be writing."""
-    names = (path.name.removeprefix("snapshot-") for path in site.glob("snapshot-*"))
-    return [int(name) for name in names if name.isdigit()]
 
 
 def evaluate(folder: Path, device: str = "cpu") -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""Evaluation, export and profiles from folders as peers leave them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from geomesh_p2p import cli
+from geomesh_p2p.config import RunConfig, SiteConfig
+from geomesh_p2p.core import codec
+from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.log import LogState
+from geomesh_p2p.core.outer import OuterState, apply_update
+from geomesh_p2p.core.types import Contribution, Range, Update
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.device import read_profile
+from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.errors import ConfigError, DataError, TemporaryError
+from geomesh_p2p.lab.artifacts import evaluate, export, load_anchor, profile
+
+SITE = SiteConfig.model_validate({"site": {"name": "north"}, "device": {"name": "cpu"}})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    text = tmp_path_factory.mktemp("data") / "corpus.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document {n} says {n * n}"}) + "\n" for n in range(300)))
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "demo"},
+            "model": {
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 2,
+                "sequence_length": 16,
+            },
+            "dataset": {"source": "jsonl", "paths": (str(text),), "validation_sequences": 5},
+        }
+    )
+
+
+@pytest.fixture
+def peer(run: RunConfig, tmp_path: Path) -> tuple[Path, np.ndarray]:
+    """A peer's folder with a snapshot of round 2 and the update of round 3; and the anchor after round 3."""
+    folder = tmp_path / "demo" / "north"
+    engine = TorchEngine(run, SITE)
+    anchor = np.array(engine.weights())
+    base = b"\2" * 32
+    payload = codec.encode(engine.layout, anchor, anchor * np.float32(0.9), run.codec)
+    assert isinstance(payload, np.ndarray)
+    contribution = Contribution("QmA", "north", 3, base, 160, (Range(0, 10),), digest_bytes(payload), payload.nbytes)
+    update = Update(3, base, "gather", (), (contribution,), ("QmA",), digest_bytes(payload), payload.nbytes)
+    with DiskStore(folder) as store:
+        (folder / "config.json").write_text(json.dumps({"run": run.model_dump(mode="json"), "site": {}}))
+        Snapshots(folder).write(LogState(b"", 2, base, ("QmA",), (), 0), anchor, np.zeros_like(anchor))
+        store.append(update, [payload.tobytes()])
+    state = OuterState.founded(np.array(anchor))
+    apply_update(state, engine.layout, run.codec, run.outer, update, payload)
+    assert not np.array_equal(state.anchor, anchor)
+    return folder, state.anchor
+
+
+def test_the_anchor_is_the_newest_snapshot_and_the_updates_since(peer: tuple[Path, np.ndarray]) -> None:
+    folder, expected = peer
+    for given in (folder, folder.parent):
+        anchor = load_anchor(given)
+        assert anchor.round == 3
+        assert np.array_equal(anchor.model.weights(), expected)
+
+
+def test_of_a_runs_peers_the_furthest_is_taken(peer: tuple[Path, np.ndarray], run: RunConfig) -> None:
+    folder, _ = peer
+    other = folder.with_name("a-slower-one")
+    values = np.zeros(TorchEngine(run, SITE).parameters, np.float32)
+    Snapshots(other).write(LogState(b"", 1, b"", ("QmA",), (), 0), values, values)
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    assert load_anchor(folder.parent).folder == folder
+
+
+def test_evaluation_is_that_of_the_anchor(peer: tuple[Path, np.ndarray], run: RunConfig) -> None:
+    folder, anchor = peer
+    engine = TorchEngine(run, SITE)
+    engine.set_weights(anchor)
+    nats, tokens = engine.validate(0, 1)
+    found = evaluate(folder)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens))
+    assert found["round"] == 3
+
+
+def test_the_export_is_a_hugging_face_folder_that_gives_the_same_losses(
+    peer: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = peer
+    out = tmp_path / "exported"
+    assert cli.main(["export", str(folder), "--out", str(out)]) == 0
+    assert "round 3" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ours = load_anchor(folder).model
+    ids = torch.arange(32).view(2, 16)
+    with torch.inference_mode():
+        assert torch.allclose(model(ids).logits, ours.logits(ids), atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = "naïve 🦀\n\tcode"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    with pytest.raises(ConfigError, match="not empty"):
+        export(folder, out)
+
+
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither a peer's nor a run's folder"):
+        load_anchor(tmp_path)
+    assert cli.main(["eval", str(tmp_path / "none")]) == 4
+
+
+def test_a_running_peers_folder_is_left_alone(peer: tuple[Path, np.ndarray]) -> None:
+    with DiskStore(peer[0]), pytest.raises(TemporaryError):
+        load_anchor(peer[0])
+
+
+def test_a_profile_can_be_named_in_a_site_file(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "profile.json"
+    monkeypatch.setattr("geomesh_p2p.engine.device._host_has_room", lambda batch: batch < 2)
+    curve = profile(run, "cpu", out)
+    assert [point.batch for point in curve] == [1, 2]
+    assert read_profile(out, TorchEngine(run, SITE).parameters, run.model.sequence_length) == curve
