@@ -227,17 +227,16 @@ def _address_problems(net: NetSection) -> Iterator[tuple[tuple[str, ...], str]]:
             return
         if key == "net.seeds" and not parsed[key][-1].peer:
             yield (key,), f'{key}: "{text}" must end in /p2p/PEER_ID, as printed by the peer to meet'
-    for announce in parsed["net.announce"]:
-        if announce.wildcard:
-            yield ("net.announce",), f'net.announce = "{net.announce}" is a wildcard, which nobody can dial: give an address'
-        if announce.port == 0:
-            yield ("net.announce",), f'net.announce = "{net.announce}" has port 0: give the fixed port that others dial'
     dialled = "net.announce" if net.announce else "net.listen"
+    shown, address = texts[dialled][0], parsed[dialled][0]
+    if address.wildcard:
+        yield (dialled,), f'{dialled} = "{shown}" is a wildcard, which nobody can dial: set net.announce to the public address'
+    if net.announce and address.port == 0:
+        yield ("net.announce",), f'net.announce = "{shown}" has port 0: give the fixed port that others dial'
     remote = [text for text, seed in zip(net.seeds, parsed["net.seeds"], strict=True) if not seed.loopback]
-    if remote and parsed[dialled][0].loopback:
+    if remote and address.loopback:
         advice = "listen on /ip4/0.0.0.0/tcp/PORT and set net.announce to the public address"
-        loopback = texts[dialled][0]
-        yield (dialled, "net.seeds"), f'{dialled} = "{loopback}" is loopback, but the seed "{remote[0]}" is not: {advice}'
+        yield (dialled, "net.seeds"), f'{dialled} = "{shown}" is loopback, but the seed "{remote[0]}" is not: {advice}'
 
 
 # ---------------------------------------------------------------- reading

@@ -155,6 +155,7 @@ def test_text_of_flags_and_variables_becomes_the_fields_type(tmp_path: Path, key
         (RUN + "[net]\nheartbeat_seconds = 4.0\n", ["net.heartbeat_seconds = 4.0", "net.heartbeat_limit_seconds"]),
         (RUN + '[net]\nlisten = "0.0.0.0:80"\n', ["net.listen", "0.0.0.0:80", "multiaddress"]),
         (RUN + '[net]\nannounce = "/ip4/0.0.0.0/tcp/80"\n', ["net.announce", "wildcard"]),
+        (RUN + '[net]\nlisten = "/ip4/0.0.0.0/tcp/80"\n', ["net.listen", "wildcard", "net.announce"]),
         (RUN + '[net]\nannounce = "/ip4/203.0.113.5/tcp/0"\n', ["net.announce", "port 0"]),
         (RUN + '[net]\nseeds = ["/ip4/203.0.113.5/tcp/80"]\n', ["net.seeds", "/p2p/"]),
         (RUN + '[net]\nseeds = ["/ip4/203.0.113.5/tcp/80/p2p/QmA"]\n', ["net.listen", "loopback", "203.0.113.5"]),
