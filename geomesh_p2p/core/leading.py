@@ -136,7 +136,7 @@ class Leading:
         seen = s.peers.get(peer)
         if seen is None or not s.alive(peer) or not seen.beat.trains or seen.beat.profile is None:
             return False
-        if seen.leaving or seen.beat.leaving or seen.at <= self.doubted.get(peer, float("-inf")):
+        if seen.leaving or seen.at <= self.doubted.get(peer, float("-inf")):
             return False
         if seen.beat.round == s.round:
             return seen.beat.ready and seen.beat.digest == s.log.digest
@@ -146,7 +146,7 @@ class Leading:
         if peer == self.s.me:
             return bool(self.s.leaving)
         seen = self.s.peers.get(peer)
-        return seen is not None and (seen.leaving or seen.beat.leaving)
+        return seen is not None and seen.leaving
 
     def _voters_of(self, members: list[PeerId]) -> int:
         """How many voters a round with these members will name, if every newcomer contributes."""

@@ -264,7 +264,7 @@ class Replica:
             self.leading.on_refused(self.s.me, refused)
 
     def _report(self, report: m.HeldReport) -> None:
-        leader = self.election.leader or report.term.candidate
+        leader = report.term.candidate or self.election.leader
         if leader == self.s.me:
             if self.leading is not None:
                 self.leading.on_report(self.s.me, report)
@@ -292,9 +292,9 @@ class Replica:
         if beat.ready and beat.trains and seen.ready_since is None:
             seen.ready_since = s.now
             s.note("join", peer_id=sender, peer_site=beat.site)
+        seen.leaving = beat.leaving
         if beat.leader == sender:
-            if self.election.heard_leader(sender, beat.term):
-                seen.leaving = seen.leaving or beat.leaving
+            self.election.heard_leader(sender, beat.term)
         elif sender == self.election.leader:
             self.election.leader_gone()
         self._higher(beat.term)
@@ -423,7 +423,7 @@ class Replica:
             return
         done = s.settings.final_round is not None and s.round >= s.settings.final_round
         voters = [peer for peer in s.view if peer != s.me and s.alive(peer)]
-        nobody_stays = all(s.peers[peer].leaving or s.peers[peer].beat.leaving for peer in voters)
+        nobody_stays = all(s.peers[peer].leaving for peer in voters)
         told = s.quorum(peer for peer in voters if s.peers[peer].beat.round >= s.round)
         gone = s.me not in s.view and self.member.plan is None and told
         if done or nobody_stays or gone or s.now >= self.leave_by:

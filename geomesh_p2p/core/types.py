@@ -168,7 +168,7 @@ class Plan:
     def digest(self) -> Digest:
         return digest("plan", self)
 
-    @property
+    @cached_property
     def peers(self) -> tuple[PeerId, ...]:
         return tuple(member.peer for member in self.members)
 

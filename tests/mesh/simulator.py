@@ -2,9 +2,9 @@
 
     python -m tests.mesh.simulator --schedules 2000 --seed 0 [--without RULE] [--bias BIAS] [--processes 2]
 
-One schedule is one seed. For a while faults happen: loss, delay, partitions, one-way slow links, pauses, crashes between any two
-actions (most of all inside a broadcast), failing fsyncs, lost disks, joiners, leavers. Most schedules then heal, and must
-go on. What must never happen is checked while it runs (`Violation`), and again from the recorded histories
+One schedule is one seed. For a while faults happen: loss, delay, partitions, one-way slow links, pauses, crashes between any
+two actions (most of all inside a broadcast), failing fsyncs, lost disks, joiners, leavers. Half of the schedules then heal,
+and must go on. What must never happen is checked while it runs (`Violation`), and again from the recorded histories
 (tests/mesh/checker.py). The exchange is abstract: a member has the update once the bytes of all contributions could have
 travelled to it; an update's body is a hash of what went into it.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import Digest, digest_bytes
-from geomesh_p2p.core.log import covers, next_voters
+from geomesh_p2p.core.log import covers, is_quorum, next_voters
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.rules import RULES
 from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Plan, Profile, Rules, Timing, Update
@@ -41,7 +41,27 @@ TIMING = Timing(
     leave_seconds=15.0,
     max_attempts=4,
 )
-BIASES = ("plain", "commit-crash", "slow-out", "restarts", "partitions")
+BROADCASTS = {
+    "commit": m.Commit, "held": m.HeldReport, "plan": m.PlanOffer, "again": m.HoldAgain, "vote": m.Vote, "stand": m.VoteRequest,
+}
+WEIGHTS = {
+    "plain": {
+        "crash": 4, "armed": 3, "pause": 3, "partition": 3, "loss": 2, "slow": 2, "fsync": 1, "disk": 1, "leave": 1, "join": 1,
+    },
+    "commit-crash": {"armed": 10, "crash": 3, "loss": 1, "slow": 2, "partition": 1},
+    "slow-out": {"slow": 8, "armed": 4, "crash": 3, "partition": 1, "pause": 1},
+    "restarts": {"crash": 8, "armed": 5, "disk": 3, "pause": 2, "all": 2, "loss": 1},
+    "partitions": {"partition": 8, "armed": 4, "crash": 2, "slow": 2, "leave": 1, "join": 1},
+    # A leader ends inside its commits, and all but one of the others are away for a while.
+    "blackout": {"blackout": 8, "crash": 2, "armed": 1},
+    # One member alone gets the whole update in time, and then often ends.
+    "partial-hold": {"armed": 5, "crash": 3, "partition": 2, "slow": 1},
+    # The leader's own exchange stalls, and the others' held reports come late.
+    "late-reports": {"armed": 4, "crash": 3, "slow": 1},
+    # A leader is heard and hears late, but for held reports; candidates end while they stand.
+    "old-leader": {"old-leader": 6, "armed": 2, "crash": 1},
+}
+BIASES = tuple(WEIGHTS)
 FAULTS_END = 40.0
 HEALED_END = 100.0
 CHUNK_DEADLINE = 1.5
@@ -73,6 +93,7 @@ class Node:
         self.history: list[tuple[str, dict[str, Any]]] = []
         self.paused_until = 0.0
         self.armed = ""                  # crash inside the next list of actions that holds this
+        self.doomed = False              # crash after the action being carried out
         self.fsync_fails = False
         self.left = False
         self.tick_at = float("inf")
@@ -88,6 +109,11 @@ class Node:
     @property
     def up(self) -> bool:
         return self.replica is not None
+
+    @property
+    def says(self) -> str:
+        r = self.replica
+        return "down" if r is None else f"round {r.round} term {r.term.number} {r.phase} {r.waiting_for}"
 
 
 class World:
@@ -107,12 +133,16 @@ class World:
         self.retired: list[Node] = []
         self.sites: dict[PeerId, str] = {}
         self.trainings = 0
+        self.bulk_is_fast = self.random.random() < 0.5       # slow links hold up control messages only
         self.min_peers = self.random.choice((1, 1, 2))
         self.committed: dict[int, tuple[Digest, Update]] = {}
         self.trained: dict[Digest, tuple[PeerId, int, Digest, tuple[Any, ...]]] = {}
         self.bodies: dict[Digest, tuple[tuple[Digest, ...], ...]] = {}
         self.counts: Counter[str] = Counter()
-        self.healed = False
+        self.stalled: dict[Digest, tuple[set[PeerId], float]] = {}     # plan -> whose exchange brings nothing until when
+        self.late_reports: dict[Digest, float] = {}
+        self.blackout = False
+        self.healed = self.went_on = False
         count = self.random.choice((3, 3, 4, 5)) if self.bias != "plain" else self.random.choice((1, 2, 3, 4, 5))
         names = [f"p{i}" for i in range(count)]
         self.random.shuffle(names)
@@ -138,12 +168,14 @@ class World:
         end = HEALED_END if self.heals else FAULTS_END
         while self.heap:
             when, _, kind, what = heapq.heappop(self.heap)
-            if when > end:
+            if when > end or self.went_on:
                 break
             self.now = when
             getattr(self, f"on_{kind}")(what)
-        if self.heals:
-            self.check_progress()
+        if self.heals and not self.went_on:
+            stuck = self.stuck()
+            if stuck:
+                self.fail(stuck)
         check_histories(self.histories(), self.founding, self.rules)
 
     def histories(self) -> dict[PeerId, list[tuple[str, dict[str, Any]]]]:
@@ -167,19 +199,17 @@ class World:
         settings = Settings(TIMING, self.rules, True, self.min_peers, None, self.seed + node.life)
         node.replica = Replica(peer, node.site, node.disk.log(), node.disk.durable, node.disk.held, settings)
         node.forget()
-        node.armed, node.fsync_fails, node.paused_until, node.tick_at = "", False, 0.0, float("inf")
+        node.armed, node.doomed, node.fsync_fails, node.paused_until, node.tick_at = "", False, False, 0.0, float("inf")
         self.handle(node, ev.Tick())
         self.at(self.now + self.random.random(), "beat", (peer, node.life))
-        self.at(self.now + self.random.choice((0.2, 1.0, 3.0)), "event", (peer, node.life, ev.Ready(Profile(peer, node.site, "", CURVE))))
+        ready = ev.Ready(Profile(peer, node.site, "", CURVE))
+        self.at(self.now + self.random.choice((0.2, 1.0, 3.0)), "event", (peer, node.life, ready))
 
-    def crash(self, node: Node) -> None:
+    def crash(self, node: Node, back: tuple[float, ...] = (0.3, 2.0, 6.0, 15.0)) -> None:
         self.counts["crash"] += 1
         node.replica = None
         node.forget()
-        if not self.healed:
-            self.at(self.now + self.random.choice((0.3, 2.0, 6.0, 15.0)), "start", node.peer)
-        else:
-            self.at(self.now + 0.5, "start", node.peer)
+        self.at(self.now + (0.5 if self.healed else self.random.choice(back)), "start", node.peer)
 
     def alive(self, peer: PeerId, life: int) -> Node | None:
         node = self.nodes.get(peer)
@@ -238,8 +268,10 @@ class World:
         """Carry actions out in order; the process may end between any two of them."""
         stop_after = self.crash_point(node, actions)
         for i, action in enumerate(actions):
-            if i == stop_after:
+            if i == stop_after or node.doomed:
                 self.crash(node)
+                if self.blackout and not self.healed:
+                    self.black_out(node)
                 return
             if isinstance(action, (ev.SaveDurable, ev.SaveHeld, ev.AppendCommit)) and node.fsync_fails:
                 node.fsync_fails = False
@@ -249,12 +281,24 @@ class World:
             getattr(self, f"do_{type(action).__name__}")(node, action)
             if not node.up:
                 return
+        if stop_after == len(actions):
+            self.crash(node)
+
+    def black_out(self, gone: Node) -> None:
+        """All but one of the others are away for a while too, but not as long as `gone`."""
+        self.blackout = False
+        others = [node for node in self.nodes.values() if node.up and node is not gone]
+        if others:
+            stays = self.random.choice(others)
+            for node in others:
+                if node is not stays:
+                    self.crash(node, (4.0, 5.0, 6.0))
 
     def crash_point(self, node: Node, actions: list[ev.Action]) -> int:
         """Before which action this process ends; -1: it does not."""
         if not node.armed:
             return -1
-        wanted = {"commit": m.Commit, "held": m.HeldReport, "plan": m.PlanOffer, "again": m.HoldAgain, "vote": m.Vote}.get(node.armed)
+        wanted = BROADCASTS.get(node.armed)
         if wanted is None:
             chosen = list(range(1, len(actions)))
         else:
@@ -271,6 +315,8 @@ class World:
         if target is None:
             return
         delay = self.network.delay(node.site, target.site)
+        if delay is not None and isinstance(message, m.HeldReport):
+            delay = 0.03 if self.bias == "old-leader" else delay + self.late_reports.get(message.plan, 0.0)
         if delay is not None:
             self.at(self.now + delay, "message", (node.peer, to, target.life, message))
 
@@ -295,13 +341,17 @@ class World:
     def do_SaveHeld(self, node: Node, action: ev.SaveHeld) -> None:
         self.check_body(node, action.held.update)
         node.disk.held = action.held
+        stalled = self.stalled.get(action.held.plan)
+        if self.bias == "partial-hold" and stalled is not None and self.now < stalled[1] and self.random.random() < 0.7:
+            node.doomed = True
 
     def do_AppendCommit(self, node: Node, action: ev.AppendCommit) -> None:
         update = action.update
         self.check_commit(node, update)
-        if update.body_bytes and not (node.disk.held is not None and node.disk.held.update.seal == update.seal):
-            if not any(e.done and e.plan.round == update.round for e in node.exchanges.values()):
-                self.fail(f"{node.peer} appends round {update.round} without its body")
+        held = node.disk.held is not None and node.disk.held.update.seal == update.seal
+        assembled = any(e.done and e.plan.round == update.round for e in node.exchanges.values())
+        if update.body_bytes and not held and not assembled:
+            self.fail(f"{node.peer} appends round {update.round} without its body")
         self.append(node, update)
 
     def append(self, node: Node, update: Update) -> None:
@@ -318,8 +368,23 @@ class World:
         if self.random.random() < 0.02:
             answer = ev.Planned(None, "no")
         else:
-            answer = ev.Planned(make_plan(action, self.founding.run, self.sites, node.replica.log, self.random))
-        self.at(self.now + 0.01, "event", (node.peer, node.life, answer))
+            plan = make_plan(action, self.founding.run, self.sites, node.replica.log, self.random)
+            answer = ev.Planned(plan)
+            if not self.healed:
+                self.spoil(node, plan)
+        self.at(self.now + self.random.choice((0.01, 0.01, 0.01, 0.8)), "event", (node.peer, node.life, answer))
+
+    def spoil(self, leader: Node, plan: Plan) -> None:
+        """Some plans' exchanges go badly, as this schedule's bias wants it."""
+        r = self.random
+        if self.bias == "partial-hold" and r.random() < 0.4:
+            lucky = r.choice(plan.peers)
+            self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((4.0, 8.0)))
+        elif self.bias == "late-reports" and r.random() < 0.4:
+            self.stalled[plan.digest] = ({leader.peer}, self.now + r.choice((4.0, 8.0)))
+            self.late_reports[plan.digest] = r.uniform(1.0, 4.0)
+            if r.random() < 0.5:
+                leader.armed = "commit"
 
     def do_Train(self, node: Node, action: ev.Train) -> None:
         plan = action.plan
@@ -414,6 +479,9 @@ class World:
             return
         plan = exchange.plan
         holders = [n for n in self.nodes.values() if n.peer in plan.peers and self.flows(n, node, digest)]
+        stalled, until = self.stalled.get(digest, ((), 0.0))
+        if peer in stalled and self.now < until:
+            holders = []
         for owner, header in exchange.headers.items():
             if owner not in exchange.bytes and any(
                 owner in h.exchanges[digest].bytes and h.exchanges[digest].headers.get(owner) == header for h in holders
@@ -439,7 +507,7 @@ class World:
         if exchange is None or exchange.stopped or source.paused_until > self.now or source is target:
             return False
         delay = self.network.delay(source.site, target.site)
-        return source.up and delay is not None and delay < 1.0
+        return source.up and delay is not None and (delay < 1.0 or self.bulk_is_fast)
 
     def lacks(self, exchange: Exchange, peer: PeerId) -> bool:
         return peer not in exchange.bytes or (exchange.plan.topology == "reduce" and peer not in exchange.parts)
@@ -548,13 +616,7 @@ class World:
         """Write this schedule's faults."""
         r = self.random
         self.heals = r.random() < 0.5
-        weights = {
-            "plain": {"crash": 4, "armed": 3, "pause": 3, "partition": 3, "loss": 2, "slow": 2, "fsync": 1, "disk": 1, "leave": 1, "join": 1},
-            "commit-crash": {"armed": 10, "crash": 3, "loss": 1, "slow": 2, "partition": 1},
-            "slow-out": {"slow": 8, "armed": 4, "crash": 3, "partition": 1, "pause": 1},
-            "restarts": {"crash": 8, "armed": 5, "disk": 3, "pause": 2, "all": 2, "loss": 1},
-            "partitions": {"partition": 8, "armed": 4, "crash": 2, "slow": 2, "leave": 1, "join": 1},
-        }[self.bias]
+        weights = WEIGHTS[self.bias]
         kinds, shares = list(weights), list(weights.values())
         when = r.uniform(2.0, 5.0)
         while when < FAULTS_END - 2.0:
@@ -588,7 +650,7 @@ class World:
                     self.crash(other)
         elif kind == "armed":
             commit = self.bias == "commit-crash" and r.random() < 0.6
-            node.armed = "commit" if commit else r.choice(("commit", "held", "plan", "again", "vote", "any"))
+            node.armed = "commit" if commit else r.choice((*BROADCASTS, "any"))
         elif kind == "pause":
             node.paused_until = self.now + r.choice((1.0, 4.0, 8.0))
         elif kind == "partition":
@@ -605,12 +667,30 @@ class World:
             others = [n for n in self.nodes.values() if n is not node and r.random() < 0.8]
             self.network.slow.update({(node.site, n.site): late for n in others})
             self.at(self.now + r.choice((4.0, 10.0, 16.0)), "fast", node.site)
+        elif kind == "blackout":
+            node.armed, self.blackout = "commit", True
+        elif kind == "old-leader":
+            self.old_leader(node)
         elif kind == "fsync":
             node.fsync_fails = True
         elif kind == "disk":
             self.lose_disk(node)
         elif kind == "leave":
             self.handle(node, ev.LeaveWanted("drain"))
+
+    def old_leader(self, node: Node) -> None:
+        """`node` is heard late, and hears late, for about as long as the others follow it unheard."""
+        r = self.random
+        for other in self.nodes.values():
+            if other is not node:
+                self.network.slow[(node.site, other.site)] = r.choice((3.0, 5.0, 9.0))
+                if r.random() < 0.7:
+                    self.network.slow[(other.site, node.site)] = r.choice((3.0, 6.0))
+                if r.random() < 0.3:
+                    other.armed = "stand"
+        until = self.now + r.choice((1.0, 3.2, 4.0, 8.0))
+        for other in self.nodes.values():
+            self.at(until, "fast", other.site)
 
     def lose_disk(self, node: Node) -> None:
         """The folder is gone: the site comes back with a new identity, or (without the rule) with its old one and no memory."""
@@ -632,6 +712,7 @@ class World:
     def on_heal(self, _: Any) -> None:
         self.healed = True
         self.network.heal()
+        self.at(self.now + 8.0, "look", None)
         self.round_at_heal = max(self.committed, default=0)
         needed = self.committed[self.round_at_heal][1].voters if self.committed else ("p0",)
         for node in self.nodes.values():
@@ -660,30 +741,31 @@ class World:
             if (peer, round, base) != (c.peer, update.round, update.base) or not covers(ranges, c.ranges):
                 self.fail(f"{c.site} is credited with ranges of round {update.round} that it did not train")
 
-    def check_progress(self) -> None:
-        """After healing the run goes on, and whoever is there takes part."""
+    def on_look(self, _: Any) -> None:
+        """Long after the heal: a schedule that has gone on is over."""
+        self.went_on = not self.stuck()
+        self.at(self.now + 4.0, "look", None)
+
+    def stuck(self) -> str:
+        """After healing the run goes on, and whoever is there takes part; empty if so, else what is wrong."""
         newest = max(self.committed, default=0)
         voters = self.committed[newest][1].voters if newest else ("p0",)
-        there = [n for n in self.nodes.values() if not n.left]
-        voting = [p for p in voters if p in self.nodes and not self.nodes[p].left]
-        from geomesh_p2p.core.log import is_quorum
-
+        there = [node for node in self.nodes.values() if not node.left]
+        voting = [peer for peer in voters if peer in self.nodes and not self.nodes[peer].left]
         if not is_quorum(voting, voters) or len(there) < self.min_peers:
             self.counts["no quorum left"] += 1
-            return
-        said = "; ".join(
-            f"{n.peer}: round {n.replica.round} term {n.replica.term.number} {n.replica.phase} {n.replica.waiting_for}"
-            if n.replica is not None else f"{n.peer}: down" for n in self.nodes.values()
-        )
+            return ""
+        said = "; ".join(f"{node.peer}: {node.says}" for node in self.nodes.values())
         if newest < self.round_at_heal + 5:
-            self.fail(f"no progress: round {self.round_at_heal} at the heal, {newest} at the end. {said}")
+            return f"no progress: round {self.round_at_heal} at the heal, {newest} at the end. {said}"
         for node in there:
             if node.replica is None or node.replica.s.leaving:
                 continue
             if node.replica.round < newest - 1:
-                self.fail(f"{node.peer} is at round {node.replica.round}, the run at {newest}. {said}")
-            if not any(node.peer in self.committed[r][1].voters for r in range(max(1, newest - 12), newest + 1)):
-                self.fail(f"{node.peer} takes no part at round {newest}. {said}")
+                return f"{node.peer} is at round {node.replica.round}, the run at {newest}. {said}"
+            if not any(node.peer in self.committed[r][1].voters for r in range(max(1, newest - 3), newest + 1)):
+                return f"{node.peer} takes no part at round {newest}. {said}"
+        return ""
 
 
 CURVE = (BatchTime(1, 0.2),)
