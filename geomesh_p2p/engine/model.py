@@ -9,9 +9,6 @@ seeded by each parameter's name, so every machine starts from the same bytes.
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,12 +19,12 @@ import torch
 from geomesh_p2p.config import ModelSection
 from geomesh_p2p.core.canonical import Digest, digest, digest_bytes
 from geomesh_p2p.core.layout import Layout, layout_of
+from geomesh_p2p.engine import hub
 from geomesh_p2p.errors import ConfigError, DataError
 
 INITIAL_STD = 0.02
 # Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2.
 RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "out_proj.weight")
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ def _configuration(section: ModelSection, vocabulary: int) -> Any:
         return _llama(section, vocabulary)
     from transformers import AutoConfig
 
-    config = _from_path(section.path, "model.path", lambda path: AutoConfig.from_pretrained(path))
+    config = hub.load(section.path, "model.path", lambda path: AutoConfig.from_pretrained(path))
     size = getattr(config, "vocab_size", None)
     if size is None:
         raise DataError(f"model.path: {section.path!r} is no text model (no vocab_size); give a causal language model")
@@ -216,17 +213,4 @@ def _module(section: ModelSection, config: Any, weights: bool = True) -> Any:
             return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-    return _from_path(section.path, "model.path", load) if section.path else load("")
-
-
-def _from_path(path: str, key: str, load: Callable[[str], Any]) -> Any:
-    """`load(path)` with one plain line for what usually goes wrong."""
-    path = os.path.expanduser(path)
-    if not os.path.exists(path) and (path.startswith((".", "/")) or not _HUB_ID.match(path)):
-        raise DataError(f"{key}: no such file or folder: {path!r}; give an existing folder or a hub id like org/name")
-    try:
-        return load(path)
-    except Exception as error:  # transformers raises OSError, ValueError, ImportError and hub errors for a wrong path
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = "the folder cannot be used" if os.path.exists(path) else "no such folder here, and the hub did not give it"
-        raise DataError(f"{key}: {path!r}: {where} ({why})") from error
+    return hub.load(section.path, "model.path", load) if section.path else load("")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.engine import hub
 from geomesh_p2p.errors import DataError
 
 END_OF_DOCUMENT_BYTE = 0xFF
@@ -39,49 +39,25 @@ def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, a folder, a tokenizer.json or a hub id. Raises DataError in one line."""
     if name == "bytes":
         return Tokenizer("bytes", 255, END_OF_DOCUMENT_BYTE, _bytes)
-    path = os.path.expanduser(name)
-    if os.path.isdir(path) and os.path.isfile(os.path.join(path, "tokenizer.json")):
-        return _from_json(os.path.join(path, "tokenizer.json"))
-    if os.path.isfile(path):
-        return _from_json(path)
-    if not os.path.exists(path) and (
-        name.startswith((".", "/", "~")) or name.endswith(".json") or not re.match(r"^[\w.-]+(/[\w.-]+)?$", name)
-    ):
-        raise DataError(
-            f"dataset.tokenizer: no such file or folder: {name!r}; give `bytes`, a tokenizer.json, its folder or a hub id"
-        )
-    return _from_transformers(path if os.path.isdir(path) else name)
+    return hub.load(name, "dataset.tokenizer", _from_path)
 
 
 def _bytes(text: str) -> npt.NDArray[np.integer]:
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
 
-def _from_json(path: str) -> Tokenizer:
+def _from_path(path: str) -> Tokenizer:
     import tokenizers
 
-    try:
-        fast = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(
-            f"dataset.tokenizer: {path}: not a tokenizer.json ({_first_line(error)}); give one that `tokenizers` wrote"
-        ) from None
-    return _wrap(fast, None)
-
-
-def _from_transformers(name: str) -> Tokenizer:
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if os.path.isfile(file):
+        return _wrap(tokenizers.Tokenizer.from_file(file), None)
     from transformers import AutoTokenizer
 
-    try:
-        slow = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # OSError, ValueError, ImportError and the hub's errors, all for a wrong name
-        raise DataError(
-            f"dataset.tokenizer: {name!r} is no tokenizer folder here, and the hub did not give one ({_first_line(error)}); "
-            "give `bytes`, a tokenizer.json or its folder"
-        ) from None
-    if not getattr(slow, "is_fast", False):
-        raise DataError(f"dataset.tokenizer: {name!r} has no fast version; convert it to a tokenizer.json")
-    return _wrap(slow.backend_tokenizer, slow.eos_token_id)
+    loaded = AutoTokenizer.from_pretrained(path)
+    if not getattr(loaded, "is_fast", False):
+        raise DataError(f"dataset.tokenizer: {path!r} has no fast version; convert it to a tokenizer.json")
+    return _wrap(loaded.backend_tokenizer, loaded.eos_token_id)
 
 
 def _wrap(fast: object, end_of_document: int | None) -> Tokenizer:
@@ -98,8 +74,3 @@ def _wrap(fast: object, end_of_document: int | None) -> Tokenizer:
         return np.asarray(fast.encode(text, add_special_tokens=False).ids, dtype=np.int64)  # type: ignore[attr-defined]
 
     return Tokenizer(f"{identity[:32]} end={end_of_document}", max(vocabulary.values()), end_of_document, encode)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

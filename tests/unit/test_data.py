@@ -252,7 +252,7 @@ def test_a_tokenizer_that_does_not_exist_is_named(name):
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"not a tokenizer\.json") as caught:
+    with pytest.raises(DataError, match="cannot be used") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
 
