@@ -87,15 +87,19 @@ class LinkTable:
 
     @classmethod
     def of(cls, peers: Sequence[PeerId], links: Sequence[Link]) -> LinkTable:
-        place = {peer: index for index, peer in enumerate(peers)}
-        size = len(peers)
+        place, size = {peer: index for index, peer in enumerate(peers)}, len(peers)
+        found = [
+            (place[link.source], place[link.target], link.bytes_per_second, max(0.0, link.rtt_seconds))
+            for link in links
+            if link.source in place and link.target in place and link.source != link.target and link.bytes_per_second > 0
+        ]
         rates, rtts = np.full((size, size), np.nan), np.full((size, size), np.nan)
-        for link in links:
-            source, target = place.get(link.source), place.get(link.target)
-            if source is not None and target is not None and source != target and link.bytes_per_second > 0:
-                # Two reports on one pair: the slower one, whatever their order.
-                rates[source, target] = np.fmin(rates[source, target], link.bytes_per_second)
-                rtts[source, target] = np.fmax(rtts[source, target], max(0.0, link.rtt_seconds))
+        if found:
+            source, target, rate_of, rtt_of = np.array(found).T
+            pair = source.astype(np.int64), target.astype(np.int64)
+            # Two reports on one pair: the slower one, whatever their order.
+            np.fmin.at(rates, pair, rate_of)
+            np.fmax.at(rtts, pair, rtt_of)
         known = ~np.isnan(rates)
         guessed = size * (size - 1) - int(known.sum())
         rate, rtt = DEFAULT_BYTES_PER_SECOND, 0.0

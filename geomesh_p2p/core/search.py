@@ -87,8 +87,14 @@ def search(times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limi
     """The best schedule with batches from `choices` (ascending, per site). Sites that cannot make the least number of inner
     steps within the round, even at their smallest batch, are not among its members, as far as `allowed` permits."""
     windows = best_windows(times, choices, limits, constraints)
-    found = [fit(times, choices, limits, window, constraints.exchange(window.members)) for window in windows]
-    return min(found, key=lambda schedule: schedule.objective * (1 if schedule.idle <= IDLE_AIM else 1 + CALM_PRICE))
+    first, *others = [fit(times, choices, limits, window, constraints.exchange(window.members)) for window in windows]
+    # Where rates near the best count as the best, a later window must win by more than that.
+    best = min(others, key=_price, default=first)
+    return best if _price(best) < limits.near * _price(first) else first
+
+
+def _price(schedule: Schedule) -> float:
+    return schedule.objective * (1 if schedule.idle <= IDLE_AIM else 1 + CALM_PRICE)
 
 
 # ---------------------------------------------------------------- exactly: the integer grid around the window's length

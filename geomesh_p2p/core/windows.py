@@ -8,7 +8,7 @@ single sequences, takes no part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,17 @@ import numpy.typing as npt
 from geomesh_p2p.core.forecast import Array, StepTimes
 
 NEAR_BEST_RATE = 0.97
-COARSE, FINE = 0.04, 8  # distance of the lows first tried, as a share; and how many more between the neighbours of the best
+SMALL_MESH = 16  # sites; in larger ones rounding to whole steps and sequences averages out
+COARSE, COARSER = 0.04, 0.15  # distance of the lows first tried, as a share, in small and in larger meshes
+FINE = 12  # lows tried between the neighbours of the best
 LENGTH_PRECISION = 1e-4
 LENGTHS = 24  # tried where a window cannot reach the round's sequences
 ENOUGH = 0.97  # of the sequences wanted
+LONGER = 1.1  # lengths up to this times the one for ENOUGH are tried for all of them
+CELLS = 100_000  # of a table worked on at once
 TIE = 1e-3  # windows whose objectives differ by less are taken for equally good
 ROUNDING_GAIN = 0.05  # what rounding to whole steps and sequences may turn round
-WINDOWS = 3  # handed on to be tried on the integer grid
+WINDOWS = 3  # handed on to be tried on the integer grid, in small meshes
 FOREVER = 1e30  # seconds
 _ROUNDING = 1e-9
 
@@ -101,29 +105,25 @@ class _Table:
         self.effective = self.batches * limits.worth(self.batches)
         self.enough = limits.near * (self.effective / self.seconds).max(axis=1, keepdims=True)
         self.single = np.array([[site.seconds[1]] for site in times])
-        self.rows = np.arange(len(times))
 
-    def at(self, seconds: float, low: int, high: int) -> tuple[Integers, Array, Array, Array]:
-        """Each site's choice within `seconds` (-1: none has `low` steps), its steps, sequences, and effective sequences
-        (counted no higher than near its best rate)."""
-        steps = seconds / self.seconds
-        capped = np.minimum(steps, high)
-        # The last step may be a single sequence.
-        enough = (low - 1) * self.seconds + self.single <= seconds * (1 + _ROUNDING)
-        value = np.where(enough, np.minimum(self.effective * capped, self.enough * seconds), -1.0)
-        pick = value.argmax(axis=1)
-        worth, steps = value[self.rows, pick], capped[self.rows, pick]
-        out = worth < 0
-        sequences = np.where(out, 0.0, self.batches[self.rows, pick] * steps)
-        return np.where(out, -1, pick), steps, sequences, np.where(out, 0.0, worth)
+    def at(self, lengths: Array, lows: Integers, highs: Integers) -> tuple[Integers, Array, Array, Array]:
+        """For windows side by side, [window, site]: each site's choice within the length (-1: none has `low` steps), its
+        steps, its sequences, and its effective sequences (counted no higher than near its best rate)."""
+        length, low, high = (x[:, None, None] for x in (lengths, lows, highs))
+        steps = np.minimum(length / self.seconds, high)
+        possible = (low - 1) * self.seconds + self.single <= length * (1 + _ROUNDING)  # the last step may be of one sequence
+        value = np.where(possible, np.minimum(self.effective * steps, self.enough * length), -1.0)
+        pick = value.argmax(axis=2)
+        steps, worth = (np.take_along_axis(x, pick[..., None], axis=2)[..., 0] for x in (steps, value))
+        part = worth >= 0
+        sequences = np.where(part, self.batches[np.arange(len(self.batches)), pick] * steps, 0.0)
+        return np.where(part, pick, -1), steps, sequences, np.where(part, worth, 0.0)
 
 
 @dataclass(frozen=True)
 class _Try:
-    """`cost` is in seconds of training per effective sequence; `room` how far the steps are from both ends of the window;
-    `reached` says whether there is time for the round's sequences."""
+    """`cost` is in seconds of training per effective sequence; `room` how far the steps are from both ends of the window."""
 
-    reached: bool
     cost: float
     room: float
     window: Window
@@ -138,42 +138,61 @@ class _Rough:
         seconds = self.table.seconds
         self.quickest, self.slowest = float(seconds.min()), float(seconds[seconds < FOREVER].max())
 
-    def tries(self, lows: Iterable[int]) -> list[_Try]:
-        return [found for low in lows for seconds in self._lengths(low) if (found := self._at(seconds, low))]
+    def tries(self, lows: Sequence[int], reaching: bool) -> list[_Try]:
+        """Windows that reach (nearly) the round's sequences at the shortest lengths that do, or those that never do at
+        several lengths."""
+        together = max(1, CELLS // self.table.batches.size)
+        parts = [np.array(lows[k : k + together]) for k in range(0, len(lows), together)]
+        return [found for part in parts for found in (self._reaching(part) if reaching else self._short(part))]
 
-    def high(self, low: int) -> int:
-        return min(self.limits.max_steps, math.floor(low * self.limits.steps_ratio + _ROUNDING))
+    def _highs(self, lows: Integers) -> Integers:
+        return np.minimum(self.limits.max_steps, np.floor(lows * self.limits.steps_ratio + _ROUNDING)).astype(np.int64)
+
+    def _reaching(self, lows: Integers) -> list[_Try]:
+        highs = self._highs(lows)
+        longest = highs.astype(np.float64) * (self.slowest * (1 + _ROUNDING))
+        able = self._reach(longest, lows, highs, ENOUGH)
+        lows, highs, longest = lows[able], highs[able], longest[able]
+        fewer: Array = self._smallest(lows.astype(np.float64) * self.quickest, longest, lows, highs, ENOUGH)
+        found = self._at(fewer, lows, highs)
+        longer: Array = np.minimum(longest, fewer * LONGER)
+        able = self._reach(longer, lows, highs, 1.0)
+        lows, highs = lows[able], highs[able]
+        return found + self._at(self._smallest(fewer[able], longer[able], lows, highs, 1.0), lows, highs)
+
+    def _short(self, lows: Integers) -> list[_Try]:
+        highs = self._highs(lows)
+        lengths = np.geomspace(lows * self.quickest, highs * self.slowest * (1 + _ROUNDING), LENGTHS)
+        return [found for length in lengths for found in self._at(length, lows, highs)]
 
     def _members(self, pick: Integers) -> Members:
         """Those that take part, or nobody if they may not do so without the others. Everybody together always may."""
         members = tuple(np.flatnonzero(pick >= 0).tolist())
         return members if members == self.everybody or (members and self.constraints.allowed(members)) else ()
 
-    def _lengths(self, low: int) -> list[float]:
-        """The shortest lengths that reach the round's sequences and a few fewer; several if none does."""
-        high = self.high(low)
+    def _reach(self, lengths: Array, lows: Integers, highs: Integers, share: float) -> npt.NDArray[np.bool_]:
+        pick, _, sequences, _ = self.table.at(lengths, lows, highs)
+        enough = sequences.sum(axis=1) >= self.limits.sequences * share
+        return np.array([bool(e and self._members(p)) for e, p in zip(enough, pick, strict=True)], dtype=np.bool_)
 
-        def reaches(seconds: float, share: float) -> bool:
-            pick, _, sequences, _ = self.table.at(seconds, low, high)
-            return bool(sequences.sum() >= self.limits.sequences * share and self._members(pick))
+    def _smallest(self, low: Array, high: Array, lows: Integers, highs: Integers, share: float) -> Array:
+        """About the smallest lengths in (low, high] that reach `share`, as `high` does."""
+        while (high > low * (1 + LENGTH_PRECISION)).any():
+            middle = np.sqrt(low * high)
+            reached = self._reach(middle, lows, highs, share)
+            low, high = np.where(reached, low, middle), np.where(reached, middle, high)
+        return high
 
-        shortest, longest = low * self.quickest, high * self.slowest * (1 + _ROUNDING)
-        if not reaches(longest, ENOUGH):
-            return [float(seconds) for seconds in np.geomspace(shortest, longest, LENGTHS)]
-        fewer = _smallest(lambda seconds: reaches(seconds, ENOUGH), shortest, longest)
-        within = min(longest, fewer * 1.1)
-        return [fewer, _smallest(lambda seconds: reaches(seconds, 1.0), fewer, within)] if reaches(within, 1.0) else [fewer]
-
-    def _at(self, seconds: float, low: int) -> _Try | None:
-        high = self.high(low)
-        pick, steps, sequences, worth = self.table.at(seconds, low, high)
-        if not (members := self._members(pick)):
-            return None
-        inside, total, wanted = list(members), float(sequences.sum()), self.limits.sequences
-        effective = float(worth.sum()) * min(1.0, wanted / total)  # more than wanted are no gain
-        room = min(float(steps[inside].min()) / low, high / float(steps[inside].max()))
-        batches = tuple(int(self.table.batches[i, pick[i]]) for i in members)
-        return _Try(total >= wanted * ENOUGH, seconds / effective, room, Window(low, high, seconds, members, batches))
+    def _at(self, lengths: Array, lows: Integers, highs: Integers) -> list[_Try]:
+        found, wanted = [], self.limits.sequences
+        for k, (pick, steps, sequences, worth) in enumerate(zip(*self.table.at(lengths, lows, highs), strict=True)):
+            if members := self._members(pick):
+                inside, low, high, length = list(members), int(lows[k]), int(highs[k]), float(lengths[k])
+                effective = float(worth.sum()) * min(1.0, wanted / float(sequences.sum()))  # more than wanted are no gain
+                room = min(float(steps[inside].min()) / low, high / float(steps[inside].max()))
+                batches = tuple(self.table.batches[inside, pick[inside]].astype(np.int64).tolist())
+                found.append(_Try(length / effective, room, Window(low, high, length, members, batches)))
+        return found
 
 
 def best_windows(
@@ -183,17 +202,17 @@ def best_windows(
 
     Order of wishes: enough sequences, the objective, the most room for steps to differ."""
     rough = _Rough(times, choices, limits, constraints)
-    lows = _lows(limits)
-    tries = rough.tries(lows)
-    best = min(tries, key=lambda t: (not t.reached, t.cost, t.window.low)).window.low
-    place = lows.index(best)
+    lows = _lows(limits, COARSE if len(times) <= SMALL_MESH else COARSER)
+    tries = rough.tries(lows, True)
+    if not tries:
+        return _ranked(rough.tries(lows, False), constraints)
+    place = lows.index(min(tries, key=lambda t: (t.cost, t.window.low)).window.low)
     below, above = lows[max(0, place - 1)], lows[min(len(lows) - 1, place + 1)]
-    between = {round(low) for low in np.linspace(below, above, FINE).tolist()}
-    tries += rough.tries(sorted(between - set(lows)))
-    return _ranked([t for t in tries if t.reached] or tries, constraints)
+    between = {round(low) for low in np.linspace(below, above, FINE).tolist()} - set(lows)
+    return _ranked(tries + rough.tries(sorted(between), True), constraints)
 
 
-def _ranked(tries: Iterable[_Try], constraints: Constraints) -> list[Window]:
+def _ranked(tries: Sequence[_Try], constraints: Constraints) -> list[Window]:
     best, found = math.inf, []
     for t in sorted(tries, key=lambda t: (t.cost, t.window.low)):
         if t.cost > best * (1 + ROUNDING_GAIN):
@@ -206,21 +225,14 @@ def _ranked(tries: Iterable[_Try], constraints: Constraints) -> list[Window]:
     distinct: dict[tuple[Members, tuple[int, ...]], Window] = {}
     for _, t in found:
         distinct.setdefault((t.window.members, t.window.batches), t.window)
-    return list(distinct.values())[:WINDOWS]
+    windows = list(distinct.values())
+    return windows[: WINDOWS if len(windows[0].members) <= SMALL_MESH else 1]
 
 
-def _lows(limits: Limits) -> list[int]:
+def _lows(limits: Limits, distance: float) -> list[int]:
     """Fewest steps of the windows first tried, from min_steps to max_steps."""
     lows, low = [], limits.min_steps
     while low <= limits.max_steps:
         lows.append(low)
-        low = max(low + 1, round(low * (1 + COARSE)))
+        low = max(low + 1, round(low * (1 + distance)))
     return lows
-
-
-def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """About the smallest value in (low, high] for which `holds`, which it does at `high`."""
-    while high > low * (1 + LENGTH_PRECISION):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
