@@ -50,8 +50,9 @@ def check(reading: Reading) -> Report:
     found: list[Violation] = []
     for name, histories in sorted(runs.items()):
         run = Run(name, histories)
+        seals = {line["seal"] for _, line in run.of_kind["commit"]}
         for history in histories:
-            found += Walker(history).run()
+            found += Walker(history, seals).run()
         for rule in CHECKS:
             found += rule(run, report.remarks)
         report.rounds += len(run.commits)

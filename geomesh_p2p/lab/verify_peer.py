@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +63,12 @@ def held_rank(held: dict[str, Any] | None) -> tuple[TermPair, int] | None:
 
 @dataclass
 class Walker:
-    """The state that a peer's own lines imply; `run()` yields the violations in the order of the lines."""
+    """The state that a peer's own lines imply; `run()` yields the violations in the order of the lines.
+
+    `committed`: the seals that anybody committed, for the one rule that needs them."""
 
     history: History
+    committed: Set[str] = frozenset()
     round: int | None = None
     digest: str | None = None
     term: TermPair = (0, "")
@@ -210,9 +213,9 @@ class Walker:
             yield self._says(3, f"held an update of a lower term after it had been in {show_term(self.term)}", line)
         before = held_rank(self.held)
         if self.held and before is not None and int(self.held["round"]) == line.round:
-            if line.rank < before:
+            if line.rank < before and line["seal"] not in self.committed:  # a round's commit replaces what was held
                 yield self._says(5, f"replaced its held record of term {show_term(before[0])} by one of a lower rank", line)
-            elif line.rank == before and line["seal"] != self.held["seal"]:
+            if line.rank == before and line["seal"] != self.held["seal"]:
                 yield self._says(5, f"held two updates in one attempt: {short(self.held['seal'])}, {short(line['seal'])}", line)
         if self.round is None or line.round > self.round:
             fields = line.fields
