@@ -52,7 +52,7 @@ def main() -> int:
     def terminated(number: int, frame: object) -> None:
         note("terminated", str(number))
         if not mine.get("deaf"):
-            sys.exit(128 + number)
+            sys.exit(0)  # a peer that leaves as it is asked to has done its part
 
     signal.signal(signal.SIGTERM, terminated)
     note("argv", json.dumps(sys.argv[1:]))
@@ -65,10 +65,9 @@ def main() -> int:
         tell("ready_to_calibrate")
         line = json.loads(words.readline())
         note("told", json.dumps(line))
-        if "calibrate" in line:
+        if line["calibrate"]:
             tell("calibration", tokens_per_second=mine["tokens_per_second"])
-            line = json.loads(words.readline())
-        note("time_scale", str(line["time_scale"]))
+        note("time_scale", str(json.loads(words.readline())["time_scale"]))
     metrics = Path(script["run"]) / site / "metrics.jsonl"
     (metrics.parent / "config.json").write_text(json.dumps({"parameters": 1000}))
     for number in range(1, mine.get("rounds", 3) + 1):
@@ -94,7 +93,7 @@ def main() -> int:
             wait_for_the_end()
             note("orphaned", "")
             return 0
-    tell("exit", code=0, reason="all rounds are done", round=mine.get("rounds", 3))
+    tell("exit", exit_code=0, reason="all rounds are done")
     return 0
 
 

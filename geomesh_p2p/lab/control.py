@@ -6,10 +6,10 @@ Control lines are JSON objects, one a line. From the child (each has "event"):
     ready_to_calibrate
     calibration          tokens_per_second: what its real device reached while all the children of this host ran steps
     round, phase, discarded, warned, progress: the fields of that observation (core/observations.py)
-    exit                 code, reason, round (last committed), digest
+    exit                 exit_code, reason
 
-To the child: {"calibrate": true}, then {"time_scale": x}. Nobody asks to be calibrated but peers with an emulated device
-whose site file gives no time scale; on a resumed run {"time_scale": x} is the only answer.
+To the child: {"calibrate": true} once all are ready, then {"time_scale": x}. Nobody asks to be calibrated but peers with an
+emulated device whose site file gives no time scale; on a resumed run the first answer is {"calibrate": false}.
 A child takes the end of its control pipe for SIGTERM: it does not outlive the mesh.
 """
 
@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 SHOWN_LOG_LINES = 15
 DRAIN_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -59,7 +56,6 @@ class Child:
                     stderr=sink,
                     pass_fds=(child_in, child_out),
                     start_new_session=True,  # Ctrl-C reaches the mesh alone, which then asks its children to stop
-                    preexec_fn=_end_with_parent,
                 )
         finally:
             os.close(child_in)
@@ -121,19 +117,3 @@ class Child:
         if self._inlet is not None:
             with contextlib.suppress(OSError):
                 self._inlet.close()
-
-
-def _load_prctl() -> Callable[..., int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function: Callable[..., int] = ctypes.CDLL(None).prctl
-    return function
-
-
-_PRCTL = _load_prctl()
-
-
-def _end_with_parent() -> None:
-    """Runs in the child before exec: SIGTERM when the mesh ends, even by kill -9."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -72,8 +72,9 @@ def run_mesh(
     limits: Limits = Limits(),
     geomesh: Sequence[str] = GEOMESH,
 ) -> int:
-    """Run all `sites` to the end of the run. Returns 0 if every trainer reached run.rounds, else the worst child's code;
-    130 or 143 after a stop by SIGINT or SIGTERM. Writes report.json and report.md below the run's folder.
+    """Run all `sites` to the end of the run. Returns 0 if every peer reached run.rounds, else the worst child's code;
+    130 or 143 after a stop by SIGINT or SIGTERM; 75 if the rest had to be stopped. Writes report.json and report.md below
+    the run's folder.
 
     Raises TemporaryError if another mesh is at work on this run.
     """
@@ -181,6 +182,7 @@ class _Mesh:
         self.killing = False
         self.stopping_since: float | None = None
         self.failed_to_start: int | None = None
+        self.gave_up = False
         self.console = Console(stderr=False)
         self.live: Live | None = None
 
@@ -225,12 +227,12 @@ class _Mesh:
                 continue
             waiting = self.to_calibrate - set(self.measured)
             if waiting and self.state.time_scale is None and now - started > self.limits.calibrate_seconds:
-                self._stop(f"{_names(waiting)} had not measured its speed after {self.limits.calibrate_seconds:.0f} s")
+                self._give_up(f"{_names(waiting)} had not measured its speed after {self.limits.calibrate_seconds:.0f} s")
             quiet = now - self.last_committed_at
             if self._ended(0) and quiet > self.limits.finish_seconds:
-                self._stop(f"{_names(self._running())} did not finish within {quiet:.0f} s of the others")
+                self._give_up(f"{_names(self._running())} did not finish within {quiet:.0f} s of the others")
             elif self._ended() and quiet > self._stall_limit():
-                self._stop(f"no round was committed for {quiet:.0f} s after {_names(self._ended())} had ended")
+                self._give_up(f"no round was committed for {quiet:.0f} s after {_names(self._ended())} had ended")
 
     def _stall_limit(self) -> float:
         longest = max((view.longest_round_seconds for view in self.views.values()), default=0.0)
@@ -242,6 +244,10 @@ class _Mesh:
             return
         self.stop_signal = number
         self._stop("stopping: every peer saves and leaves (once more: kill them)")
+
+    def _give_up(self, why: str) -> None:
+        self.gave_up = True
+        self._stop(why)
 
     def _stop(self, why: str) -> None:
         if self.stopping_since is None:
@@ -282,6 +288,8 @@ class _Mesh:
     def _calibrate(self) -> None:
         if self.state.time_scale is not None:
             for name in self.asked_to_calibrate:
+                if name not in self.measured:
+                    self.children[name].tell(calibrate=False)
                 self.children[name].tell(time_scale=self.state.time_scale)
             self.asked_to_calibrate.clear()
         elif self.measured and set(self.measured) == self.to_calibrate:
@@ -315,7 +323,8 @@ class _Mesh:
             return self.failed_to_start
         if all(view.round >= self.run_config.run.rounds for view in self.views.values()):
             return 0
-        return max(child.code or 0 for child in self.children.values())
+        worst = max(child.code or 0 for child in self.children.values())
+        return worst or (TemporaryError.exit_code if self.gave_up else 0)
 
     # ------------------------------------------------------------ what a person sees
 

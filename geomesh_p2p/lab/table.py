@@ -38,8 +38,7 @@ class SiteView:
             self.tokens_per_second = float(event.get("tokens_per_second") or 0.0)
             self.loss = event.get("loss", self.loss)
         elif kind == "exit":
-            self.state = f"ended ({event.get('code')})" + (f": {event['reason']}" if event.get("reason") else "")
-            self.round = max(self.round, int(event.get("round") or 0))
+            self.state = f"ended ({event.get('exit_code')})" + (f": {event['reason']}" if event.get("reason") else "")
         elif kind == "round":
             self._take_round(event)
 
