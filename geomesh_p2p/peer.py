@@ -9,27 +9,28 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geomesh_p2p.config import RunConfig, SiteConfig
+from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import digest
 from geomesh_p2p.core.events import Durable
-from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.messages import Fetch, Fetched, Hello, Message, Refused
-from geomesh_p2p.core.outer import OuterState, apply_update
+from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
-from geomesh_p2p.core.types import NO_TERM, Founding, Held, PeerId, Profile, Timing
+from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.engine import TorchEngine, fingerprint_fields
-from geomesh_p2p.errors import DataError, RefusedError, TemporaryError, UnreachableError
-from geomesh_p2p.swarm.directory import Directory, Record
+from geomesh_p2p.engine.resume import Resumed, resume
+from geomesh_p2p.errors import ConfigError, DataError, RefusedError, TemporaryError
+from geomesh_p2p.swarm.addresses import check_port_free, parse
+from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
@@ -42,7 +43,15 @@ from geomesh_p2p.train import LocalModel, train
 
 log = logging.getLogger("geomesh")
 CALIBRATION_SECONDS = 3.0
-DIRECTORY_SECONDS = 10.0
+EARLY_BYTES = 2**22   # of an exchange that has not begun here, beside four contributions
+
+MakeEngine = Callable[[RunConfig, SiteConfig, Callable[[Any], None]], LocalEngine]
+
+
+def torch_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]) -> LocalEngine:
+    from geomesh_p2p.engine.engine import TorchEngine
+
+    return TorchEngine(run, site, report=report)
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,12 @@ class PeerOptions:
     address_file: str = ""
 
 
-def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions) -> int:
+def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine: MakeEngine = torch_engine) -> int:
     """Run one peer in the foreground until the run has ended, it has left, or it cannot go on. The exit code."""
     folder = Path(run.run.folder) / run.run.id / site.site.name
     if run.run.fresh and folder.exists():
-        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.rename(aside)
-    peer = Peer(run, site, options, folder)
+        folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    peer = Peer(run, site, options, folder, make_engine)
     try:
         import uvloop
     except ImportError:
@@ -74,14 +82,17 @@ def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions) -> int:
 class Peer:
     """One peer's rooms, and the order in which they are opened and closed."""
 
-    def __init__(self, run: RunConfig, site: SiteConfig, options: PeerOptions, folder: Path) -> None:
+    def __init__(
+        self, run: RunConfig, site: SiteConfig, options: PeerOptions, folder: Path, make_engine: MakeEngine = torch_engine
+    ) -> None:
         self.run, self.site, self.options, self.folder = run, site, options, folder
         self.name = site.site.name
+        self.make_engine = make_engine
         self.observers: list[Callable[[Any], None]] = []
         self.control: ControlChannel | None = None
         self.session: Session | None = None
-        self.stopping: str | None = None
-        self.signals = 0
+        self.stopping = ""
+        self._main: asyncio.Task[Any] | None = None
 
     def observe(self, event: Any) -> None:
         for observer in self.observers:
@@ -90,80 +101,68 @@ class Peer:
     # ---------------------------------------------------------------- from start to end
 
     async def main(self) -> int:
+        """Raises GeoMeshError for what a user can mend."""
         with DiskStore(self.folder) as store, ExitStack() as closing:
             logs.setup(self.options.log_format, self.name)
-            self._listen()
-            self._save_config()
-            front = FrontDoor()
-            transport = Libp2pTransport(
-                self.run.net,
-                self.folder / "identity.key",
-                self.site.links,
-                on_warning=lambda reason, text: self.observe(obs.Warned(reason, text)),
-                on_daemon_exit=self._daemon_died,
-            )
-            self._open_telemetry(transport.peer, closing)
-            await transport.start(front.receive, front.answer)
+            if retired := retire_identity_without_state(store, self.folder):
+                log.warning("%s", retired)
+            self._listen(asyncio.current_task())
+            resolved = {"run": self.run.model_dump(mode="json"), "site": self.site.model_dump(mode="json")}
+            (self.folder / "config.json").write_text(json.dumps(resolved, indent=1))
             try:
-                self._announce_address(transport.addresses())
-                return await self._take_part(store, transport, front)
-            finally:
-                await transport.stop()
+                return await self._with_transport(store, closing)
+            except asyncio.CancelledError:
+                if not self.stopping:
+                    raise
+                return self._ended(0, f"stopped before the run was joined: {self.stopping}")
+
+    async def _with_transport(self, store: DiskStore, closing: ExitStack) -> int:
+        front = FrontDoor()
+        transport = Libp2pTransport(
+            remembering_port(self.run.net, self.folder / "port"),
+            self.folder / "identity.key",
+            self.site.links,
+            on_warning=lambda reason, text: self.observe(obs.Warned(reason, text)),
+            on_daemon_exit=self._daemon_died,
+        )
+        self._open_telemetry(transport.peer, closing)
+        await transport.start(front.receive, front.answer)
+        try:
+            self._announce_address(transport.addresses())
+            return await self._take_part(store, transport, front)
+        finally:
+            await transport.stop()
 
     async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
-        engine = await asyncio.to_thread(TorchEngine, self.run, self.site, report=self.observe)
+        engine = await asyncio.to_thread(self.make_engine, self.run, self.site, self.observe)
         await self._calibrate(engine)
-        snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
-
-        settings = fingerprint_fields(self.run, engine)
-        me = Self(transport.peer, self.name, self.site.site.trains, digest("settings", tuple(settings.items())), settings)
+        fingerprint = digest("settings", list(engine.settings.items()))
+        me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, engine.settings)
         membership = Membership(me, self._admission(), transport.send, self.run.net.heartbeat_limit_seconds)
         front.membership = membership
-        founding = await self._founding(store, engine, transport, membership)
-        me.founding, transport.run = founding, founding.run
+        founding = me.founding = await self._founding(store, engine, transport, membership)
+        transport.run = founding.run
+
+        snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
+        settings = (engine.layout, self.run.codec, self.run.outer)
+        resumed = await asyncio.to_thread(resume, store, snapshots, engine, founding, settings)
+        for warning in resumed.warnings:
+            log.warning("%s", warning)
+        me.round, me.digest = resumed.log.round, resumed.log.digest
+        profile = Profile(transport.peer, self.name, engine.device_label, await asyncio.to_thread(engine.measure))
+        (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
+
         directory = Directory(transport, self.run.run.id)
         await directory.start()
-        meeting = asyncio.ensure_future(self._meet(directory, transport, membership))
+        meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory))
         try:
-            log, state = self._replayed(store, snapshots, engine, founding)
-            me.round, me.digest = log.round, log.digest
-
-            profile = Profile(transport.peer, self.name, engine.device_label, await asyncio.to_thread(engine.measure))
-            (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
-            durable = store.load_durable() or Durable(NO_TERM, False)
-            replica = Replica(transport.peer, self.name, log, durable, held_of(store), self._replica_settings())
-            history = HistoryWriter(self.folder / "history.jsonl", transport.peer, self.name)
-            if log.round == 0:
-                first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}
-                history.write("founding", first, founding.run)
-            around = Surroundings(
-                transport=transport,
-                store=store,
-                snapshots=snapshots,
-                membership=membership,
-                links=transport.links,
-                observe=self.observe,
-                history=lambda kind, fields: history.write(kind, fields, founding.run),
-            )
-            planner = LeadersPlanner(self.run, engine.layout)
-            codec = ExchangeCodec(engine.layout, self.run.codec)
-            session = self.session = Session(
-                around,
-                replica,
-                Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save),
-                ExchangeSetup(codec, ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes), 4 * codec.payload_bytes + 2**22),
-                profile,
-            )
+            local = (engine, resumed, founding)
+            session = self.session = self._session(store, snapshots, transport, membership, profile, local)
             front.session = session
-            if self.stopping is not None:
+            if self.stopping:
                 session.leave(self.stopping)
-            model = LocalModel(transport.peer, self.name, engine, engine.layout, state, self.run.codec, self.run.outer)
-            try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(session.run())
-                    both.create_task(train(session.bench, model))
-            except BaseExceptionGroup as group:
-                raise group.exceptions[0] from None
+            model = LocalModel(transport.peer, self.name, engine, *settings[:1], resumed.state, *settings[1:], resumed.residual)
+            await both(session.run(), train(session.bench, model))
             assert session.outcome is not None
             return self._ended(*session.outcome)
         finally:
@@ -173,8 +172,9 @@ class Peer:
 
     # ---------------------------------------------------------------- opening
 
-    def _listen(self) -> None:
+    def _listen(self, main: asyncio.Task[Any] | None) -> None:
         loop = asyncio.get_running_loop()
+        self._main = main
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, f"signal {number.name}")
         if self.options.control_fd_in is not None and self.options.control_fd_out is not None:
@@ -184,15 +184,13 @@ class Peer:
 
     def _stop(self, reason: str) -> None:
         """The first time: leave in good order. The second time: at once."""
-        if self.stopping is not None:
+        if self.stopping:
             os._exit(130)
         self.stopping = reason
         if self.session is not None:
             self.session.leave(reason)
-
-    def _save_config(self) -> None:
-        resolved = {"run": self.run.model_dump(mode="json"), "site": self.site.model_dump(mode="json")}
-        (self.folder / "config.json").write_text(json.dumps(resolved, indent=1))
+        elif self._main is not None:
+            self._main.cancel()
 
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
         metrics = Metrics(self.name, self.run.outer.learning_rate)
@@ -205,6 +203,7 @@ class Peer:
         log.info("peer %s; metrics on http://%s:%d/metrics", peer, self.run.metrics.host, server.port)
 
     def _announce_address(self, addresses: tuple[str, ...]) -> None:
+        (self.folder / "port").write_text(str(parse(addresses[0], "net.announce").port))
         log.info("others join with: --bootstrap %s", addresses[0])
         if self.options.address_file:
             path = Path(self.options.address_file)
@@ -225,7 +224,7 @@ class Peer:
             log.info("this run is open: whoever reaches it may join (see net.allow and net.join_secret_file)")
         return Admission(frozenset(net.allow), secret)
 
-    async def _calibrate(self, engine: TorchEngine) -> None:
+    async def _calibrate(self, engine: LocalEngine) -> None:
         """Under `geomesh mesh`, all emulated peers of the host run real steps at once; it answers with the time scale."""
         if self.control is None or self.site.emulation is None or engine.time_scale is not None:
             return
@@ -238,55 +237,56 @@ class Peer:
     # ---------------------------------------------------------------- the run
 
     async def _founding(
-        self, store: DiskStore, engine: TorchEngine, transport: Libp2pTransport, membership: Membership
+        self, store: DiskStore, engine: LocalEngine, transport: Libp2pTransport, membership: Membership
     ) -> Founding:
         """The run's founding record: from disk, made here (--first), or from the first peer that answers."""
-        me, founding = membership.me, store.load_founding()
-        if founding is not None:
-            if founding.fingerprint != me.fingerprint:
-                raise RefusedError(f"{self.folder} is of a run with other settings: choose another run.id, or pass --run.fresh")
-            return founding
-        if self.options.first:
-            founding = Founding(me.fingerprint, secrets.token_bytes(16), self.run.run.seed, engine.weights_digest, me.peer)
+        founding = store.load_founding()
+        if founding is not None and founding.fingerprint != membership.me.fingerprint:
+            raise RefusedError(f"{self.folder} is of a run with other settings: choose another run.id, or pass --run.fresh")
+        if founding is None:
+            if self.options.first:
+                founding = found(membership, self.run.run.seed, engine.weights_digest)
+            else:
+                founding = await join(transport, membership, self.run.net, engine.weights_digest)
+            store.save_durable(Durable(NO_TERM, False))
             store.save_founding(founding)
-            return founding
-        deadline = time.monotonic() + self.run.net.reach_seconds
-        seeds = await transport.connect_seeds(self.run.net.seeds)
-        while membership.heard_founding is None:
-            for seed in seeds:
-                membership.greet(seed, time.monotonic())
-            if membership.refused_me is not None and membership.refused_me.final:
-                raise RefusedError(f"the run refuses this peer: {membership.refused_me.reason}")
-            if time.monotonic() > deadline:
-                said = f": {membership.refused_me.reason}" if membership.refused_me else ""
-                limit = f"{self.run.net.reach_seconds:g} s (net.reach_seconds)"
-                raise UnreachableError(f"no answer from the run after {limit}{said}")
-            await asyncio.sleep(0.1)
-        founding = membership.heard_founding
-        if founding.weights != engine.weights_digest:
-            raise DataError("the initial weights made here differ from the run's: use the releases of the other peers")
-        store.save_founding(founding)
         return founding
 
-    def _replayed(
-        self, store: DiskStore, snapshots: Snapshots, engine: TorchEngine, founding: Founding
-    ) -> tuple[RoundLog, OuterState]:
-        """The newest snapshot, and the updates on disk since: where this peer stood when it stopped."""
-        snapshot = snapshots.newest()
-        if snapshot is None:
-            log_, state = RoundLog.founded(founding), OuterState.founded(engine.weights().copy())
-        else:
-            for problem in snapshot.problems:
-                log.warning("%s", problem)
-            log_, state = RoundLog(snapshot.manifest.state), OuterState(snapshot.anchor, snapshot.momentum)
-            if snapshot.inner is not None:
-                engine.load_inner(str(snapshot.inner))
-        while (found := store.read_update(log_.round + 1)) is not None:
-            update, body = found
-            log_.append(update)
-            apply_update(state, engine.layout, self.run.codec, self.run.outer, update, body)
-        engine.set_weights(state.anchor)
-        return log_, state
+    def _session(
+        self,
+        store: DiskStore,
+        snapshots: Snapshots,
+        transport: Libp2pTransport,
+        membership: Membership,
+        profile: Profile,
+        local: tuple[LocalEngine, Resumed, Founding],
+    ) -> Session:
+        engine, resumed, founding = local
+        held, durable = store.load_held(), store.load_durable()
+        assert durable is not None, "kept since the run was joined"
+        replica = Replica(transport.peer, self.name, resumed.log, durable, held[0] if held else None, self._replica_settings())
+        history = HistoryWriter(self.folder / "history.jsonl", transport.peer, self.name)
+        if resumed.log.round == 0:
+            first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}
+            history.write("founding", first, founding.run)
+        around = Surroundings(
+            transport=transport,
+            store=store,
+            snapshots=snapshots,
+            membership=membership,
+            links=transport.links,
+            observe=self.observe,
+            history=lambda kind, fields: history.write(kind, fields, founding.run),
+        )
+        planner = LeadersPlanner(self.run, engine.layout)
+        codec = ExchangeCodec(engine.layout, self.run.codec)
+        return Session(
+            around,
+            replica,
+            Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save),
+            ExchangeSetup(codec, ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes), 4 * codec.payload_bytes + EARLY_BYTES),
+            profile,
+        )
 
     def _replica_settings(self) -> Settings:
         net = self.run.net
@@ -304,20 +304,6 @@ class Peer:
             final_round=self.run.run.rounds,
             seed=secrets.randbits(32),
         )
-
-    async def _meet(self, directory: Directory, transport: Libp2pTransport, membership: Membership) -> None:
-        """Keep the own record alive in the directory, and greet whom it lists."""
-        me, addresses = membership.me, transport.addresses()
-        for seed in await transport.connect_seeds(self.run.net.seeds, required=False):
-            membership.greet(seed, time.monotonic())
-        while True:
-            run = me.founding.run if me.founding else b""
-            await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
-            for record in await directory.peers():
-                transport.learn(record.peer, record.addresses)
-                if record.peer not in membership.known:
-                    membership.greet(record.peer, time.monotonic())
-            await asyncio.sleep(1.0 if len(membership.known) < self.run.run.min_peers - 1 else DIRECTORY_SECONDS)
 
     def _ended(self, exit_code: int, reason: str) -> int:
         log.info("%s", reason)
@@ -347,6 +333,35 @@ class FrontDoor:
         return await self.session.answer(sender, fetch)
 
 
-def held_of(store: DiskStore) -> Held | None:
-    found = store.load_held()
-    return found[0] if found else None
+def remembering_port(net: NetSection, memory: Path) -> NetSection:
+    """With a free port (tcp/0) to listen on: the one that this folder had last time, if nobody else has it now."""
+    if not net.listen.endswith("/tcp/0") or not memory.exists():
+        return net
+    remembered = net.model_copy(update={"listen": net.listen.removesuffix("0") + memory.read_text().strip()})
+    try:
+        check_port_free(parse(remembered.listen, "net.listen"))
+    except (ConfigError, TemporaryError):
+        return net
+    return remembered
+
+
+def retire_identity_without_state(store: DiskStore, folder: Path) -> str:
+    """An identity whose promises (term, vote, plan) are lost must not speak again: it could break them. Says so, or ""."""
+    key = folder / "identity.key"
+    if not key.exists() or store.load_founding() is None:
+        return ""
+    with suppress(DataError):
+        if store.load_durable() is not None:
+            return ""
+    key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
+    return f"{folder}: what this peer had promised is lost (state.record): it takes a new identity"
+
+
+async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
+    """Run both to their end; what one raises ends the other, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first)
+            group.create_task(second)
+    except BaseExceptionGroup as raised:
+        raise raised.exceptions[0] from None

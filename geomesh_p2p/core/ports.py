@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
 from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
@@ -214,6 +216,29 @@ class Engine(Protocol):
     def save_inner(self, path: str) -> None: ...
 
     def load_inner(self, path: str) -> None: ...
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine as the composition root needs it. `settings` are the fields of the run's fingerprint, by name;
+    `time_scale` that of an emulated device (None: not known yet)."""
+
+    time_scale: float | None
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def weights_digest(self) -> Digest: ...
+
+    @property
+    def device_label(self) -> str: ...
+
+    @property
+    def settings(self) -> dict[str, str]: ...
+
+    def measure_rate(self, seconds: float) -> float:
+        """Tokens a second of real, unpaced steps."""
+        ...
 
 
 # ---------------------------------------------------------------- the mesh, as the algorithm sees it

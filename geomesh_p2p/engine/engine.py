@@ -79,6 +79,11 @@ class TorchEngine:
         return self._initial_weights
 
     @property
+    def settings(self) -> dict[str, str]:
+        """The fields of the run's fingerprint."""
+        return fingerprint_fields(self.run, self)
+
+    @property
     def device_label(self) -> str:
         return self.site.emulation.device if self.site.emulation else devices.device_label(self.device)
 

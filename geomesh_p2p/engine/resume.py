@@ -1,0 +1,46 @@
+"""Where a peer stood when it stopped: its newest snapshot, and the updates on disk since, folded again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core.layout import Layout
+from geomesh_p2p.core.log import RoundLog
+from geomesh_p2p.core.outer import OuterState, apply_update
+from geomesh_p2p.core.ports import Engine, Vector
+from geomesh_p2p.core.types import Founding
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """`warnings` says in words what on disk could not be used."""
+
+    log: RoundLog
+    state: OuterState
+    residual: Vector | None
+    warnings: tuple[str, ...]
+
+
+Settings = tuple[Layout, CodecSection, OuterSection]
+
+
+def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Founding, settings: Settings) -> Resumed:
+    """The engine's weights are then the anchor, and its inner state that of the snapshot. Raises DataError if what is on
+    disk cannot be read at all."""
+    layout, codec, outer = settings
+    snapshot = snapshots.newest()
+    if snapshot is None:
+        log, state = RoundLog.founded(founding), OuterState.founded(engine.weights().copy())
+    else:
+        log, state = RoundLog(snapshot.manifest.state), OuterState(snapshot.anchor, snapshot.momentum)
+        if snapshot.inner is not None:
+            engine.load_inner(str(snapshot.inner))
+    while (found := store.read_update(log.round + 1)) is not None:
+        update, body = found
+        log.append(update)
+        apply_update(state, layout, codec, outer, update, body)
+    engine.set_weights(state.anchor)
+    residual = snapshot.residual if snapshot is not None and snapshot.manifest.round == log.round else None
+    return Resumed(log, state, residual, snapshot.problems if snapshot is not None else ())

@@ -1,0 +1,171 @@
+"""Real peers as real processes: tiny model, quick timing, real libp2p. What they did is read from their own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN = """
+[run]
+id = "tiny"
+rounds = {rounds}
+min_peers = 2
+[model]
+hidden_size = 16
+intermediate_size = 32
+layers = 1
+heads = 2
+kv_heads = 2
+sequence_length = 32
+[dataset]
+source = "text"
+paths = ["{corpus}"]
+validation_sequences = 4
+[planner]
+mode = "fixed"
+batch = 2
+inner_steps = {inner_steps}
+[net]
+heartbeat_seconds = 0.3
+heartbeat_limit_seconds = 3.0
+election_seconds = 1.0
+settle_seconds = 1.0
+[save]
+snapshot_every_rounds = 3
+"""
+
+# Each inner step takes half a second of emulated time, so that there is a middle of a round to be killed in.
+SITE = """
+[site]
+name = "{name}"
+[device]
+name = "cpu"
+threads = 1
+[emulation]
+device = "toy"
+fixed_seconds = 0.0
+sequence_seconds = {sequence_seconds}
+max_batch = 4
+time_scale = 1.0
+"""
+
+
+def until(condition: Callable[[], Any], what: str, limit_seconds: float = 90.0) -> Any:
+    """The first true value of `condition`; fails, saying what was waited for, at the limit."""
+    deadline = time.monotonic() + limit_seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {limit_seconds:g} s in vain for {what}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Site:
+    """One peer's process, which may come and go."""
+
+    mesh: "Sites"
+    name: str
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    extra: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.mesh.folder / "runs" / "tiny" / self.name
+
+    def start(self, first: bool = False) -> None:
+        """Start (again). The address file is this process's own: it is there once the peer listens."""
+        self.starts += 1
+        address_file = self.address_file
+        seeds = [str(f.read_text().strip()) for site in self.mesh.sites if site is not self and (f := site.address_file).exists()]
+        arguments = ["--first"] if first else [a for seed in seeds for a in ("--bootstrap", seed)]
+        command = [
+            *(sys.executable, "-m", "geomesh_p2p.cli", "peer", str(self.mesh.run_file)),
+            *("--site", str(self.mesh.folder / f"{self.name}.toml"), "--address-file", str(address_file)),
+            *arguments,
+            *self.extra,
+        ]
+        with (self.mesh.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=self.mesh.environment)
+
+    @property
+    def address_file(self) -> Path:
+        return self.mesh.folder / f"{self.name}.address"
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+
+    def history(self, kind: str | None = None) -> list[dict[str, Any]]:
+        try:
+            lines = (self.folder / "history.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        notes = []
+        for line in lines:
+            try:
+                notes.append(json.loads(line))
+            except ValueError:
+                continue  # a line that is being written
+        return [note for note in notes if kind is None or note["kind"] == kind]
+
+    def commits(self) -> dict[int, dict[str, Any]]:
+        return {note["round"]: note for note in self.history("commit")}
+
+    @property
+    def round(self) -> int:
+        return max(self.commits(), default=0)
+
+    def log(self) -> str:
+        return (self.mesh.folder / f"{self.name}.log").read_text()
+
+
+class Sites:
+    """Some sites in one folder; the first founds the run."""
+
+    def __init__(
+        self, folder: Path, names: list[str], rounds: int, inner_steps: int = 3, sequence_seconds: float = 0.1
+    ) -> None:
+        self.folder = folder
+        corpus = folder / "corpus.txt"
+        corpus.write_text("".join(f"line {i}: the quick brown fox counts {i * i} sheep\n" for i in range(6000)))
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(RUN.format(rounds=rounds, corpus=corpus, inner_steps=inner_steps))
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.sites = [Site(self, name) for name in names]
+        for name in names:
+            (folder / f"{name}.toml").write_text(SITE.format(name=name, sequence_seconds=sequence_seconds))
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def start(self) -> None:
+        self.sites[0].start(first=True)
+        until(lambda: self.sites[0].address_file.exists(), "the founder's address")
+        for site in self.sites[1:]:
+            site.start()
+
+    def stop(self) -> None:
+        for site in self.sites:
+            if site.process is not None and site.process.poll() is None:
+                site.process.kill()
+        for site in self.sites:
+            if site.process is not None:
+                site.process.wait()
+
+    def exit_codes(self, limit_seconds: float = 120.0) -> list[int]:
+        deadline = time.monotonic() + limit_seconds
+        return [site.process.wait(max(0.1, deadline - time.monotonic())) for site in self.sites if site.process is not None]
+
+    def digests(self) -> set[tuple[int, str]]:
+        return {(round, note["digest"]) for site in self.sites for round, note in site.commits().items()}
