@@ -229,7 +229,7 @@ class _Mesh:
             if waiting and self.state.time_scale is None and now - started > self.limits.calibrate_seconds:
                 self._give_up(f"{_names(waiting)} had not measured its speed after {self.limits.calibrate_seconds:.0f} s")
             quiet = now - self.last_committed_at
-            if self._ended(0) and quiet > self.limits.finish_seconds:
+            if self._ended() & self._finished() and quiet > self.limits.finish_seconds:
                 self._give_up(f"{_names(self._running())} did not finish within {quiet:.0f} s of the others")
             elif self._ended() and quiet > self._stall_limit():
                 self._give_up(f"no round was committed for {quiet:.0f} s after {_names(self._ended())} had ended")
@@ -262,8 +262,11 @@ class _Mesh:
     def _running(self) -> set[str]:
         return {name for name, child in self.children.items() if child.code is None}
 
-    def _ended(self, code: int | None = None) -> set[str]:
-        return {name for name, child in self.children.items() if child.code is not None and code in (None, child.code)}
+    def _ended(self) -> set[str]:
+        return {name for name, child in self.children.items() if child.code is not None}
+
+    def _finished(self) -> set[str]:
+        return {name for name, view in self.views.items() if view.round >= self.run_config.run.rounds}
 
     # ------------------------------------------------------------ what children say
 
@@ -321,7 +324,7 @@ class _Mesh:
             return 128 + self.stop_signal
         if self.failed_to_start is not None:
             return self.failed_to_start
-        if all(view.round >= self.run_config.run.rounds for view in self.views.values()):
+        if len(self._finished()) == len(self.sites):
             return 0
         worst = max(child.code or 0 for child in self.children.values())
         return worst or (TemporaryError.exit_code if self.gave_up else 0)

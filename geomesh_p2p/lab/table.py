@@ -37,6 +37,9 @@ class SiteView:
             self.state, self.step = "training", int(event.get("step", 0))
             self.tokens_per_second = float(event.get("tokens_per_second") or 0.0)
             self.loss = event.get("loss", self.loss)
+        elif kind == "plan":
+            mine = next((member for member in event["plan"]["members"] if member["site"] == self.site), {})
+            self.batch, self.inner_steps, self.step = mine.get("batch", 0), mine.get("inner_steps", 0), 0
         elif kind == "exit":
             self.state = f"ended ({event.get('exit_code')})" + (f": {event['reason']}" if event.get("reason") else "")
         elif kind == "round":

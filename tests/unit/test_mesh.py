@@ -273,6 +273,8 @@ def test_the_view_of_a_site_follows_what_it_says() -> None:
     view = SiteView("a")
     view.take({"event": "phase", "phase": "exchange", "waiting_for": "b", "round": 1})
     assert view.state == "exchange (b)"
+    view.take({"event": "plan", "plan": {"members": [{"site": "a", "batch": 4, "inner_steps": 9}]}})
+    assert (view.batch, view.inner_steps) == (4, 9)
     view.take({"event": "progress", "step": 3, "steps": 9, "tokens_per_second": 120.0, "loss": 2.0})
     assert (view.state, view.step, view.tokens_per_second) == ("training", 3, 120.0)
     times = {"wall": 10.0, "straggler_idle": 1.0, "wan_idle": 2.0}
