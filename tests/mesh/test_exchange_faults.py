@@ -12,7 +12,9 @@ import pytest
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkWanted, PartHeader
 from geomesh_p2p.core.types import Range
-from geomesh_p2p.swarm.exchange import ExchangeInbox, ExchangeLimits
+from geomesh_p2p.swarm.chunks import StreamKey
+from geomesh_p2p.swarm.deadlines import DueStreams
+from geomesh_p2p.swarm.exchange import ExchangeInbox, ExchangeLimits, Missed, Waiting
 from geomesh_p2p.swarm.memory import Network, run_virtual
 from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, contribution_of, payload_of, plan_for
 from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal
@@ -138,6 +140,7 @@ def test_a_link_that_heals_is_used_again_from_where_it_broke() -> None:
             network.play([(1.0, lambda n: n.cut("peer-0", "peer-1")), (20.0, lambda n: n.heal())])
             await mesh.all_assembled()
             assert network.played == [1.0, 20.0]
+            assert asyncio.get_running_loop().time() < 50.0  # by the sender's own doing, before the receiver misses anything
             assert_all_equal(mesh)
             assert not mesh.heard[0].lost_at
             # only what was under way is sent twice
@@ -191,6 +194,46 @@ def test_a_slow_but_steady_stream_misses_no_deadline() -> None:
             assert sum(exchange.refusals["duplicate"] for exchange in mesh.exchanges) == 0
 
     run_virtual(main())
+
+
+PART_OF_B = StreamKey("part", "b", 1)
+
+
+def due_part() -> DueStreams:
+    due = DueStreams("me", ("b", "c", "d"), ExchangeLimits(deadline_seconds=8.0, deadline_growth=1.0), plan_for(2, "gather"))
+    due.add(PART_OF_B, 0.0)
+    return due
+
+
+def test_whom_a_late_stream_is_asked_of() -> None:
+    due = due_part()
+    due.add(PART_OF_B, 5.0)  # it is due since 0
+    assert due.check(7.9) == ([], ())
+    assert due.check(8.0) == ([(PART_OF_B, ["b", "c"])], ())
+    assert due.ask_next(PART_OF_B, 8.1) == ["d"]  # c has nothing
+    assert due.ask_next(PART_OF_B, 8.2) == []     # nor has d
+    assert due.check(10.1) == ([], ())
+    assert due.check(10.2) == ([(PART_OF_B, ["b", "c"])], ())
+    assert due.check(12.2) == ([(PART_OF_B, ["b", "d"])], ())
+    due.progressed(PART_OF_B, 13.0)
+    assert due.check(20.9) == ([], ())
+    assert due.waiting(20.0) == (Waiting("b", "part", 20.0, 1.0, 1),)
+    asks, missed = due.check(21.0)
+    assert (asks, missed) == ([(PART_OF_B, ["b", "c"])], (Missed("b", 8.0),))
+    due.whole(PART_OF_B)
+    assert due.check(1000.0) == ([], ())
+    assert due.waiting(1000.0) == ()
+
+
+def test_who_is_reported_is_asked_anew_at_each_deadline() -> None:
+    due = due_part()
+    due.check(8.0)
+    due.blocked(PART_OF_B, ("d", "me"))
+    assert due.check(10.0) == ([], ())  # b has answered: nobody else is asked meanwhile
+    assert due.check(16.0)[1] == (Missed("d", 16.0),)
+    assert due.check(24.0)[1] == (Missed("b", 24.0),)  # b has not said again that it waits
+    due.blocked(PART_OF_B, ("me",))
+    assert due.check(32.0)[1] == ()  # b waits for this very peer
 
 
 # ---------------------------------------------------------------- order, repetition, rubbish
