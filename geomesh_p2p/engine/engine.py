@@ -111,7 +111,8 @@ class TorchEngine:
 
     def measure_rate(self, seconds: float = 3.0) -> float:
         """Tokens a second of real steps at the largest batch, emulated limit included; for calibration, unpaced."""
-        batch = self.site.emulation.max_batch if self.site.emulation else self.site.device.max_batch or self.run.planner.batch
+        limits = [self.site.device.max_batch, self.site.emulation and self.site.emulation.max_batch]
+        batch = min((limit for limit in limits if limit), default=self.run.planner.batch)
         with _Undone(self):
             self._trial_step(batch)
             begun, steps = time.perf_counter(), 0
