@@ -70,9 +70,13 @@ class InnerLoop:
         self._parts = [torch.nn.Parameter(model.flat[start:stop]) for start, stop, _ in model.segments]
         for part, (start, stop, _) in zip(self._parts, model.segments, strict=True):
             part.grad = model.grad[start:stop]
+        decaying, others = (
+            [part for part, (_, _, decays) in zip(self._parts, model.segments, strict=True) if decays is wanted]
+            for wanted in (True, False)
+        )
         groups = [
-            {"params": [part], "weight_decay": settings.weight_decay if decays else 0.0}
-            for part, (_, _, decays) in zip(self._parts, model.segments, strict=True)
+            {"params": decaying, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
