@@ -28,15 +28,15 @@ Verb = Callable[[argparse.Namespace], int]
 BOOLEANS = ("true", "false", "yes", "no", "1", "0")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code."""
+def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
+    """Runs one verb and returns its exit code. `make_engine` (a peer.MakeEngine) gives `peer` another engine than torch's."""
     try:
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         args, unknown = _parser().parse_known_args(words)
         if unknown:
             near = _similar_flag(unknown[0], args.parser)
             raise ConfigError(f"unknown argument {unknown[0]}{near}: see {args.parser.prog} --help")
-        args.overrides = overrides
+        args.overrides, args.make_engine = overrides, make_engine
         verb: Verb = args.run_verb
         code = verb(args)
         sys.stdout.flush()
@@ -110,7 +110,7 @@ def _peer(args: argparse.Namespace) -> int:
     folder = Path(config.run.folder) / config.run.id / site.name
     if not args.first and not config.net.seeds and not (folder / "identity.key").exists():
         raise ConfigError("net.seeds is empty: give an address with --bootstrap, or pass --first to start a new run")
-    from geomesh_p2p.peer import PeerOptions, run_peer
+    from geomesh_p2p.peer import PeerOptions, run_peer, torch_engine
 
     options = PeerOptions(
         first=args.first,
@@ -119,7 +119,7 @@ def _peer(args: argparse.Namespace) -> int:
         log_format=args.log_format,
         address_file=args.address_file,
     )
-    return run_peer(config, site.config, options)
+    return run_peer(config, site.config, options, args.make_engine or torch_engine)
 
 
 def read_address(text: str, limit_seconds: float) -> str:

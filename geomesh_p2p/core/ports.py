@@ -114,6 +114,10 @@ class Store(Protocol):
         """Rounds whose updates are on disk (contiguous)."""
         ...
 
+    def prune(self, first_kept: int) -> None:
+        """Delete the updates of rounds before `first_kept`."""
+        ...
+
 
 class SnapshotManifest(Protocol):
     """What a snapshot holds: where the log stood, and the hashes that its bytes are checked against."""

@@ -295,6 +295,9 @@ class Session:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:
                 self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, size))
+                # Whoever catches up, and this peer if its newest snapshot is damaged, needs the updates since.
+                oldest = min(self.around.snapshots.rounds())
+                self.around.store.prune(min(oldest, state.round - self.planning.save.keep_updates) + 1)
 
         self.bench.put(SaveState(state.round, write))
 

@@ -1,0 +1,91 @@
+"""A peer whose engine is a vector in memory instead of a model: for load tests of everything else.
+
+    LIGHT_PARAMETERS=8000000 LIGHT_TRAIN_SECONDS=20 python benchmarks/light_peer.py peer RUN.toml --site SITE.toml ...
+
+Sockets, protocol, disk, planner and codec are the real ones; only training is not: it waits, then moves the weights by a
+pattern that depends on the positions trained. The arguments are those of `geomesh`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from geomesh_p2p.cli import main
+from geomesh_p2p.core.canonical import Digest, digest_bytes
+from geomesh_p2p.core.layout import Layout, layout_of
+from geomesh_p2p.core.ports import InnerResult, Vector
+from geomesh_p2p.core.types import Assignment, BatchTime, Plan
+
+PATTERN = 65_536
+
+
+class LightEngine:
+    """Implements ports.LocalEngine. `train_seconds` is what the inner steps of a round take together."""
+
+    def __init__(self, parameters: int, sequence_length: int, train_seconds: float) -> None:
+        self.parameters = parameters
+        self.train_seconds = train_seconds
+        self.sequence_length = sequence_length
+        self.time_scale: float | None = 1.0
+        self._weights = np.zeros(parameters, np.float32)
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of([("vector", (self.parameters,), False)], "tensor")
+
+    @property
+    def weights_digest(self) -> Digest:
+        return digest_bytes(self._weights)
+
+    device_label = "none"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"engine": "light", "parameters": str(self.parameters)}
+
+    def weights(self) -> Vector:
+        return self._weights
+
+    def set_weights(self, anchor: Vector) -> None:
+        self._weights[:] = anchor
+
+    def measure(self) -> tuple[BatchTime, ...]:
+        return (BatchTime(1, max(self.train_seconds, 1e-3)),)
+
+    def measure_rate(self, seconds: float) -> float:
+        return self.sequence_length / max(self.train_seconds, 1e-3)
+
+    def train(self, assignment: Assignment, plan: Plan, should_close: Callable[[], bool], started: float) -> InnerResult:
+        begun, until = time.monotonic(), started + self.train_seconds
+        while (left := until - time.monotonic()) > 0 and not should_close():
+            time.sleep(min(left, 0.1))
+        pattern = np.random.default_rng(assignment.ranges[0].start).normal(0, 1e-3, PATTERN).astype(np.float32)
+        for start in range(0, self.parameters, PATTERN):
+            part = self._weights[start : start + PATTERN]
+            part += pattern[: part.size]
+        seconds = time.monotonic() - begun
+        steps = tuple([seconds / assignment.inner_steps] * assignment.inner_steps)
+        tokens = assignment.sequences * self.sequence_length
+        return InnerResult(tokens, assignment.ranges, len(steps), 1.0, seconds, 0.0, steps, 0, 0.0, 1e-3)
+
+    def validate(self, share: int, of: int) -> tuple[float, int]:
+        return 1.0, 1
+
+    def save_inner(self, path: str) -> None:
+        Path(path).write_text(json.dumps({"engine": "light"}))
+
+    def load_inner(self, path: str) -> None:
+        json.loads(Path(path).read_text())
+
+
+if __name__ == "__main__":
+    parameters = int(os.environ.get("LIGHT_PARAMETERS", "100000"))
+    train_seconds = float(os.environ.get("LIGHT_TRAIN_SECONDS", "0.1"))
+    sys.exit(main(make_engine=lambda run, site, report: LightEngine(parameters, run.model.sequence_length, train_seconds)))
