@@ -162,7 +162,6 @@ class Exchange:
         key = self._streams.contribution_of(contribution.peer)
         known = self._known.get(contribution.payload) if self.plan.topology == "gather" else None
         if known is not None and contribution.peer != self._me and not contribution.abstains:
-            self._acknowledge(contribution.peer, key, known.size)
             self._reception.keep(key, Stored(contribution.payload, known, Ranges([(0, known.size)])))
             self._now_whole(key)
         else:
@@ -205,7 +204,8 @@ class Exchange:
             self._not_to_be_had(sender, key, message.peers)
 
     def _receive_chunk(self, sender: PeerId, key: StreamKey, chunk: Chunk) -> None:
-        taken = self._reception.take(sender, key, chunk, self._expected_payload(key))
+        may_begin = sender == key.owner or self._due.misses(key) > 0
+        taken = self._reception.take(key, chunk, self._expected_payload(key), may_begin)
         if taken.refused:
             self._refuse(sender, taken.refused)
         if taken.ignored:

@@ -92,8 +92,9 @@ class Reception:
             incoming = self._incoming[key] = Incoming(ranges, size, payload, self._streams.verifies(key))
         return incoming
 
-    def take(self, sender: PeerId, key: StreamKey, chunk: Chunk, expected: Digest | None) -> Taken:
-        """`expected` is the hash that the stream's header names, if that is known."""
+    def take(self, key: StreamKey, chunk: Chunk, expected: Digest | None, may_begin: bool) -> Taken:
+        """`expected` is the hash that the stream's header names, if that is known. Before it is, a stream begins only with a
+        chunk that `may_begin` it: its owner's, or one that was asked for."""
         ranges, size = self.ranges_of(key), len(chunk.data)
         if ranges is None or key in self._rejected:
             return Taken(refused="a chunk that is not for this peer")
@@ -102,7 +103,7 @@ class Reception:
         if key in self._done:
             return Taken(acknowledge=ranges.total, ignored="duplicate")
         incoming = self._incoming.get(key)
-        named = expected or (incoming.payload if incoming else chunk.payload if sender == key.owner else None)
+        named = expected or (incoming.payload if incoming else chunk.payload if may_begin else None)
         if named != chunk.payload:
             return Taken(ignored="another contribution")
         incoming = self.open(key, chunk.payload)

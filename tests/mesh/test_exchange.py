@@ -10,10 +10,11 @@ import pytest
 from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core.codec import decode_part, encode_part, mean_of
 from geomesh_p2p.core.layout import Layout, Tensor
+from geomesh_p2p.core.messages import Chunk
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.swarm.exchange import Exchange, ExchangeLimits, in_thread
 from geomesh_p2p.swarm.memory import Network, run_virtual
-from tests.mesh.exchanges import LAYOUT, Mesh, even_shares, plan_for
+from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, even_shares, plan_for
 
 TOPOLOGIES = ("gather", "reduce")
 
@@ -204,5 +205,25 @@ def test_what_a_caller_does_wrong_is_said() -> None:
                 mesh.finish(0)
             with pytest.raises(ValueError, match="stranger is no member"):
                 Exchange("stranger", mesh.plan, mesh.transports[0], mesh.codec, mesh.limits, mesh.heard[0])
+
+    run_virtual(main())
+
+
+def test_the_slowest_link_is_served_first() -> None:
+    async def main() -> None:
+        limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, rates={"peer-1": 3e6, "peer-2": 1e6, "peer-3": 2e6})
+        async with Mesh(plan_for(5, "gather"), Network(), limits=limits) as mesh:
+            first: list[str] = []
+            send_bulk = mesh.transports[0].send_bulk
+
+            async def noting(to: str, chunk: Chunk) -> None:
+                first.extend([to] if to not in first else [])
+                await send_bulk(to, chunk)
+
+            mesh.transports[0].send_bulk = noting  # type: ignore[method-assign]
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert first == ["peer-2", "peer-3", "peer-1", "peer-4"]
 
     run_virtual(main())
