@@ -178,6 +178,7 @@ class _Mesh:
         self.measured: dict[str, float] = {}
         self.last_committed_at = time.monotonic()
         self.printed_round = 0
+        self.said: set[str] = set()
         self.stop_signal: signal.Signals | None = None
         self.killing = False
         self.stopping_since: float | None = None
@@ -284,7 +285,9 @@ class _Mesh:
                 self._print_rounds()
             case "discarded":
                 text = f"round {event['round']}, attempt {event['attempt']} given up: {event['reason']}"
-                self._say(f"{child.site}: {text}")
+                if text not in self.said:  # every member says so
+                    self.said.add(text)
+                    self._say(text)
             case "warned":
                 self._say(f"{child.site}: {event.get('text', '')}")
 

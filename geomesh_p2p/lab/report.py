@@ -94,6 +94,7 @@ def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: fl
         "wan_idle_share": _time_share(lines, "wan_idle"),
         "wan_idle_share_steady": _time_share(steady, "wan_idle"),
         "compute_share": _time_share(lines, "compute"),
+        **{f"{part}_share": _time_share(lines, part) for part in ("data_wait", "codec", "control")},
         "emulation_overrun_share": overrun or 0.0,
         "emulation_time_scale": time_scale,
         "idle_valid": (overrun or 0.0) <= MAX_OVERRUN_SHARE,

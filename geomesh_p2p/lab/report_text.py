@@ -30,6 +30,7 @@ def _summary(report: dict[str, Any]) -> list[str]:
         "straggler idle": _idle(report, "straggler_idle_share"),
         "straggler idle of the fastest": f"{percent(report['straggler_idle_share_fastest'])} ({report['fastest_site'] or '-'})",
         "WAN idle": _idle(report, "wan_idle_share"),
+        "data wait, codec, control": ", ".join(percent(report[f"{part}_share"]) for part in ("data_wait", "codec", "control")),
         "planned against real finish": f"within {percent(report['finish_error_share_steady'])} from round 3 on",
         "bytes sent": f"{size(report['bytes_payload'])} of payload, {size(report['bytes_total'])} in all",
         "payload against fp32, same topology": fraction(report["bytes_ratio_to_fp32"]),

@@ -127,6 +127,7 @@ def test_shares_are_sums_over_sums(folder: Path) -> None:
     assert report["wan_idle_share"] == pytest.approx(2 * (2 + 2 + 0.5 + 0.3) / 80)
     assert report["wan_idle_share_steady"] == pytest.approx(2 * 0.8 / 40)
     assert report["compute_share"] == pytest.approx((80 - 7.2 - 9.6 - 8 * 0.6) / 80)
+    assert report["control_share"] == pytest.approx(8 * 0.3 / 80)
     assert report["rounds"][0]["straggler_idle_share"] == pytest.approx(4 / 20)
     assert report["wall_seconds"] == pytest.approx(40)
     assert report["peers"][0]["straggler_idle_seconds"] == pytest.approx(7.2)

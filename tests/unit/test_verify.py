@@ -14,6 +14,7 @@ from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.verify import main
 from geomesh_p2p.lab.verify_run import is_quorum
 from tests.histories import SITES, Story, good_story, peer_of
+from tests.planted import PLANTED, check
 
 ALDER, BIRCH, CEDAR, DOGWOOD, ELM = SITES
 Fault = Callable[[Story], None]
@@ -367,6 +368,14 @@ def test_a_planted_fault_is_named(name: str, story: Story, tmp_path: Path) -> No
 
 def test_every_invariant_has_a_planted_fault() -> None:
     assert {invariant for invariant, _, _ in FAULTS.values()} == {1, 2, 3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("invariant", list(PLANTED))
+def test_one_planted_violation_of_each_invariant_in_recorded_files(invariant: int, story: Story, tmp_path: Path) -> None:
+    """The same faults that `python -m tests.planted` plants into the folder of a real run."""
+    code, said = check(story.write(tmp_path / "run"), invariant, tmp_path)
+    assert code == 1
+    assert any(line.startswith(f"violation: invariant {invariant}:") for line in said), said
 
 
 # ---------------------------------------------------------------- what is not a violation
