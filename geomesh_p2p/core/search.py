@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-import numpy.typing as npt
 
 from geomesh_p2p.core.forecast import Array, StepTimes
 from geomesh_p2p.core.windows import Constraints, Integers, Limits, Members, Window, best_windows
@@ -115,12 +114,12 @@ def fit(
     possible = np.all(sequences > 0, axis=0)
     total, ends, effective = sequences.sum(axis=0), finish.max(axis=0), worth.sum(axis=0)
     idle = (ends - finish).mean(axis=0) / np.where(ends > 0, ends, 1.0)
-    effective *= np.minimum(1.0, limits.sequences / np.maximum(total, 1.0))  # what is too much will be taken off
+    effective *= np.minimum(1.0, window.sequences / np.maximum(total, 1.0))  # what is too much will be taken off
     objective = np.where(possible, (ends + exchange_seconds) / np.where(possible, effective, 1.0), np.inf)
-    at = _choose(total, idle, objective, possible, limits)
+    at = _choose(total, idle, ends / np.where(possible, effective, 1.0), objective, window.sequences, limits.exact)
     works = [Work.of(int(b), int(n)) for b, n in zip(batch[:, at], sequences[:, at], strict=True)]
-    if total[at] > limits.sequences:
-        works = _trimmed(sites, works, window.low, limits.sequences)
+    if total[at] > window.sequences:
+        works = _trimmed(sites, works, window.low, window.sequences)
     return evaluate(times, window.members, works, (window.low, window.high), limits, exchange_seconds)
 
 
@@ -179,17 +178,18 @@ def _fill(
     )
 
 
-def _choose(total: Array, idle: Array, objective: Array, possible: npt.NDArray[np.bool_], limits: Limits) -> int:
-    """Which of the lengths tried is taken."""
-    slacks = (0.0,) if limits.exact else TOKEN_SLACKS
-    most = min(float(total[possible].max()), limits.sequences)
-    pools = [possible & (total >= (1 - slack) * most) for slack in slacks]
-    cheapest = int(np.where(pools[0], objective, np.inf).argmin())
+def _choose(total: Array, idle: Array, cost: Array, objective: Array, wanted: int, exact: bool) -> int:
+    """Which of the lengths tried is taken (those with a finite objective). `cost` is the objective without the exchange:
+    by it, a few sequences fewer are no worse."""
+    possible = np.isfinite(objective)
+    most = min(float(total[possible].max()), wanted)
+    pools = [possible & (total >= (1 - slack) * most) for slack in ((0.0,) if exact else TOKEN_SLACKS)]
+    affordable = cost[pools[0]].min() * (1 + CALM_PRICE)
     for pool in pools:
-        calm = np.where(pool & (idle <= IDLE_AIM) & (total <= limits.sequences), objective, np.inf)
-        if calm.min() <= objective[cheapest] * (1 + CALM_PRICE):
-            return int(calm.argmin())
-    return cheapest
+        calm = pool & (idle <= IDLE_AIM) & (total <= wanted) & (cost <= affordable)
+        if calm.any():
+            return int(np.where(calm, objective, np.inf).argmin())
+    return int(np.where(pools[0], objective, np.inf).argmin())
 
 
 def _trimmed(sites: Sequence[StepTimes], works: Sequence[Work], low: int, wanted: int) -> list[Work]:

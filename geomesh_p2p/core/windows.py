@@ -38,7 +38,7 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """`sequences` is the aim for the whole round, never exceeded unless `min_steps` demands it; `exact`: all of them (the
+    """`sequences` is the aim for the whole round, exceeded only where `min_steps` demands it; `exact`: all of them (the
     rest of a budget) rather than a few fewer. `critical_batch` is in sequences, None if unknown."""
 
     min_steps: int
@@ -68,13 +68,14 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Window:
-    """A rough answer: members, their batches, a length, and the inner steps that each may have."""
+    """A rough answer: members, their batches, a length, the inner steps that each may have, the sequences aimed at."""
 
     low: int
     high: int
     seconds: float
     members: Members
     batches: tuple[int, ...]
+    sequences: int
 
 
 def options(times: StepTimes) -> Integers:
@@ -183,15 +184,26 @@ class _Rough:
             low, high = np.where(reached, low, middle), np.where(reached, middle, high)
         return high
 
-    def _at(self, lengths: Array, lows: Integers, highs: Integers) -> list[_Try]:
-        found, wanted = [], self.limits.sequences
+    def stretched(self, low: int) -> list[_Try]:
+        """Lengths at which one more site can just make its `low` steps. All that is trained then counts: the time is spent
+        anyway."""
+        lengths = low * np.unique(self.table.single)
+        lows = np.full(len(lengths), low, dtype=np.int64)
+        tries = self._at(lengths, lows, self._highs(lows), capped=False)
+        return [t for t in tries if t.window.sequences > self.limits.sequences]
+
+    def _at(self, lengths: Array, lows: Integers, highs: Integers, capped: bool = True) -> list[_Try]:
+        """`capped`: more sequences than wanted are no gain."""
+        found = []
         for k, (pick, steps, sequences, worth) in enumerate(zip(*self.table.at(lengths, lows, highs), strict=True)):
             if members := self._members(pick):
                 inside, low, high, length = list(members), int(lows[k]), int(highs[k]), float(lengths[k])
-                effective = float(worth.sum()) * min(1.0, wanted / float(sequences.sum()))  # more than wanted are no gain
+                total, wanted = float(sequences.sum()), self.limits.sequences
+                wanted = wanted if capped else max(wanted, int(total))
+                effective = float(worth.sum()) * min(1.0, wanted / total)
                 room = min(float(steps[inside].min()) / low, high / float(steps[inside].max()))
                 batches = tuple(self.table.batches[inside, pick[inside]].astype(np.int64).tolist())
-                found.append(_Try(length / effective, room, Window(low, high, length, members, batches)))
+                found.append(_Try(length / effective, room, Window(low, high, length, members, batches, wanted)))
         return found
 
 
@@ -200,26 +212,25 @@ def best_windows(
 ) -> list[Window]:
     """The best window first, then those that rounding might prove better, each with other batches.
 
-    Order of wishes: enough sequences, the objective, the most room for steps to differ."""
-    rough = _Rough(times, choices, limits, constraints)
+    Order of wishes: enough sequences, the objective, the most room for steps to differ. The exchange is taken to be that of
+    all sites, so that windows differ by what is trained alone."""
+    rough, exchange = _Rough(times, choices, limits, constraints), constraints.exchange(tuple(range(len(times))))
     lows = _lows(limits, COARSE if len(times) <= SMALL_MESH else COARSER)
     tries = rough.tries(lows, True)
     if not tries:
-        return _ranked(rough.tries(lows, False), constraints)
+        return _ranked(rough.tries(lows, False), exchange)
     place = lows.index(min(tries, key=lambda t: (t.cost, t.window.low)).window.low)
     below, above = lows[max(0, place - 1)], lows[min(len(lows) - 1, place + 1)]
     between = {round(low) for low in np.linspace(below, above, FINE).tolist()} - set(lows)
-    return _ranked(tries + rough.tries(sorted(between), True), constraints)
+    tries += rough.tries(sorted(between), True)
+    if not limits.exact:
+        tries += rough.stretched(limits.min_steps)
+    return _ranked(tries, exchange)
 
 
-def _ranked(tries: Sequence[_Try], constraints: Constraints) -> list[Window]:
-    best, found = math.inf, []
-    for t in sorted(tries, key=lambda t: (t.cost, t.window.low)):
-        if t.cost > best * (1 + ROUNDING_GAIN):
-            break  # an exchange only adds to it
-        score = t.cost * (1 + constraints.exchange(t.window.members) / t.window.seconds)
-        best = min(best, score)
-        found.append((score, t))
+def _ranked(tries: Sequence[_Try], exchange_seconds: float) -> list[Window]:
+    found = [(t.cost * (1 + exchange_seconds / t.window.seconds), t) for t in tries]
+    best = min(score for score, _ in found)
     found = [(score, t) for score, t in found if score <= best * (1 + ROUNDING_GAIN)]
     found.sort(key=lambda item: (max(item[0], best * (1 + TIE)), -item[1].room, item[1].window.low))
     distinct: dict[tuple[Members, tuple[int, ...]], Window] = {}
