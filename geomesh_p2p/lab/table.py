@@ -38,7 +38,7 @@ class SiteView:
             self.tokens_per_second = float(event.get("tokens_per_second") or 0.0)
             self.loss = event.get("loss", self.loss)
         elif kind == "plan":
-            mine = next((member for member in event["plan"]["members"] if member["site"] == self.site), {})
+            mine: dict[str, int] = next((member for member in event["plan"]["members"] if member["site"] == self.site), {})
             self.batch, self.inner_steps, self.step = mine.get("batch", 0), mine.get("inner_steps", 0), 0
         elif kind == "exit":
             self.state = f"ended ({event.get('exit_code')})" + (f": {event['reason']}" if event.get("reason") else "")

@@ -45,6 +45,12 @@ class Run:
         self.accepts: dict[str, Line] = {}
         for _, line in self.of_kind["accept"]:
             self.accepts.setdefault(line["plan"], line)
+        self.attempts: dict[tuple[str, int, TermPair], list[Line]] = defaultdict(list)  # (peer, round, term): plans accepted
+        for history, line in self.of_kind["accept"]:
+            self.attempts[(history.peer, line.round, line.term)].append(line)
+        self.held_plans: dict[tuple[int, str], set[str]] = defaultdict(set)  # (round, seal): plans it was held under
+        for _, line in self.of_kind["held"]:
+            self.held_plans[(line.round, line["seal"])].add(line["plan"])
         self.held: dict[int, list[tuple[str, Rank, str]]] = defaultdict(list)  # round: (peer, rank, seal)
         for history, line in self.of_kind["held"]:
             self.held[line.round].append((history.peer, line.rank, line["seal"]))
@@ -200,9 +206,10 @@ def check_contributions(run: Run, remarks: list[str]) -> Iterator[Violation]:
 
 def _within_plan(run: Run, line: Line, number: int) -> Iterator[Violation]:
     """Contributors are members of the plan under which the update was held, with no more than the ranges it gave them."""
-    plans = {held["plan"] for _, held in run.of_kind["held"] if held.round == number and held["seal"] == line["seal"]}
-    for plan in sorted(plans & set(run.accepts)):
-        accepted = run.accepts[plan]
+    for plan in sorted(run.held_plans[(number, line["seal"])]):
+        accepted = run.accepts.get(plan)
+        if accepted is None:
+            continue
         for item in line["contributors"]:
             if item["peer"] not in accepted["members"]:
                 yield Violation(4, f"{item['site']} is credited but no member of plan {short(plan)}", (item["site"],), number)
@@ -238,7 +245,7 @@ def check_commit_quorums(run: Run, remarks: list[str]) -> Iterator[Violation]:
                 if held == seal:
                     holders[rank].add(peer)
             led = [entry for entry in entries if entry[1].get("committed_by") == "leader" and entry[1]["seal"] == seal]
-            for term, attempt in sorted(newest_attempt(*entry) for entry in led) or [((0, ""), 0)]:
+            for term, attempt in sorted(newest_attempt(run, *entry) for entry in led) or [((0, ""), 0)]:
                 counted = [rank for rank in holders if not led or (rank[0] == term and rank[1] >= attempt)]
                 groups = [set[str](), *(holders[rank] for rank in counted)]
                 if any(is_quorum(peers, view) for peers in groups):
@@ -251,14 +258,10 @@ def check_commit_quorums(run: Run, remarks: list[str]) -> Iterator[Violation]:
                 yield Violation(5, text, run.sites(history.peer for history, _ in entries), number, term if led else None)
 
 
-def newest_attempt(history: History, commit: Line) -> Rank:
+def newest_attempt(run: Run, leader: History, commit: Line) -> Rank:
     """A leader counts the reports of its own term alone, and of the newest attempt that it had opened: (term, attempt)."""
-    opened = [
-        int(line["attempt"])
-        for line in history.lines
-        if line.kind == "accept" and line.number < commit.number and (line.round, line.term) == (commit.round, commit.term)
-    ]
-    return commit.term, max(opened, default=0)
+    accepted = run.attempts[(leader.peer, commit.round, commit.term)]
+    return commit.term, max((int(line["attempt"]) for line in accepted if line.number < commit.number), default=0)
 
 
 def check_held_again(run: Run, remarks: list[str]) -> Iterator[Violation]:

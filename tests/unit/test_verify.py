@@ -206,6 +206,18 @@ def credits_an_outsider(story: Story) -> None:
         line["members"] = [peer for peer in line["members"] if peer != peer_of(DOGWOOD)]
 
 
+@plants(4, "committed two updates for one round")
+def commits_twice(story: Story) -> None:
+    lines = story.lines[CEDAR]
+    at = lines.index(story.find(CEDAR, "commit", round=4))
+    lines.insert(at + 1, {**lines[at], "digest": "11" * 32, "seal": "22" * 32})
+
+
+@plants(4, "different contents under one seal")
+def one_seal_for_two_contents(story: Story) -> None:
+    story.find(CEDAR, "commit", round=4)["view"] = []
+
+
 @plants(4, "went back from its committed round")
 def cuts_its_log(story: Story) -> None:
     lines = story.lines[DOGWOOD]
