@@ -311,7 +311,8 @@ class _Mesh:
 
     def _on_end(self, child: Child) -> None:
         code, view = child.code or 0, self.views[child.site]
-        view.state = f"ended ({code})"
+        if not view.state.startswith("ended"):
+            view.state = f"ended ({code})"
         self._print_rounds()
         if code == 0 or self.stopping_since is not None:
             return

@@ -62,11 +62,12 @@ class SiteView:
 
 
 def table(title: str, views: Iterable[SiteView]) -> Table:
-    shown = Table(title=title, title_justify="left", header_style="bold", expand=False)
-    shown.add_column("site")
-    shown.add_column("state", max_width=38, no_wrap=True)
-    for name in ("round", "batch", "steps", "tokens/s", "loss", "straggler", "WAN idle", "sent"):
-        shown.add_column(name, justify="right")
+    """Fits 80 columns: of the state, which alone may be long, as much is shown as there is room for."""
+    shown = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    shown.add_column("site", no_wrap=True)
+    shown.add_column("state", no_wrap=True, overflow="ellipsis", max_width=40)
+    for name in ("round", "batch", "steps", "tok/s", "loss", "idle", "WAN", "sent"):
+        shown.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for view in views:
         steps = f"{view.step}/{view.inner_steps}" if view.step else str(view.inner_steps or "")
         shown.add_row(
