@@ -418,7 +418,9 @@ class Session:
         self._bodies[update.body] = list(assembly.body)
         self._put(ev.Assembled(plan.digest, update))
 
-    def lost(self, plan: Plan, peers: tuple[PeerId, ...]) -> None:
+    def lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:
+        sites = ", ".join(self.around.membership.site_of(peer) for peer in peers)
+        self.around.observe(obs.Warned("exchange_late", f"round {plan.round}, attempt {plan.attempt}: {sites}: {why}"))
         self._put(ev.ExchangeLost(plan.digest, peers))
 
     def _buffers(self, update: Update) -> list[Any]:
@@ -514,10 +516,11 @@ class _ExchangeEars:
         self._session.assembled(assembly)
 
     def lost(self, missed: tuple[Missed, ...]) -> None:
-        self._session.lost(self._plan, tuple(m.peer for m in missed))
+        silent = max(m.silent_seconds for m in missed)
+        self._session.lost(self._plan, tuple(m.peer for m in missed), f"no bytes for {silent:.1f} s, whoever was asked")
 
     def unequal(self, peers: tuple[PeerId, ...]) -> None:
-        self._session.lost(self._plan, peers)
+        self._session.lost(self._plan, peers, "averaged other contributions than this peer knows of")
 
     def refused(self, peer: PeerId, reason: str) -> None:
         site = self._session.around.membership.site_of(peer)
