@@ -351,7 +351,8 @@ class _Mesh:
 
     def _table(self) -> Any:
         newest = max((view.round for view in self.views.values()), default=0)
-        return table(f"{self.run_config.run.id}: round {newest} of {self.run_config.run.rounds}", self.views.values())
+        title = f"{self.run_config.run.id}: round {newest} of {self.run_config.run.rounds}"
+        return table(title, self.views.values(), self.console.width)
 
     def _say(self, text: str) -> None:
         if self.live is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,18 +61,23 @@ class SiteView:
             self.bytes_sent += sum((event.get(key) or {}).values())
 
 
-def table(title: str, views: Iterable[SiteView]) -> Table:
-    """Fits 80 columns: of the state, which alone may be long, as much is shown as there is room for."""
-    shown = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+# What the columns of numbers take at most, with the space behind them.
+NUMBERS_WIDTH = 54
+
+
+def table(title: str, views: Collection[SiteView], width: int = 120) -> Table:
+    """Fits `width` columns: of the state, which alone may be long, as much is shown as there is room for."""
+    room = max(8, width - NUMBERS_WIDTH - max((len(view.site) for view in views), default=0) - 2)
+    shown = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
     shown.add_column("site", no_wrap=True)
-    shown.add_column("state", no_wrap=True, overflow="ellipsis", max_width=40)
+    shown.add_column("state", no_wrap=True)
     for name in ("round", "batch", "steps", "tok/s", "loss", "idle", "WAN", "sent"):
-        shown.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        shown.add_column(name, justify="right", no_wrap=True)
     for view in views:
         steps = f"{view.step}/{view.inner_steps}" if view.step else str(view.inner_steps or "")
         shown.add_row(
             view.site,
-            view.state,
+            view.state if len(view.state) <= room else view.state[: room - 1] + "…",
             str(view.round or ""),
             str(view.batch or ""),
             steps,

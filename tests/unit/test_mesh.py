@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import TemporaryError
@@ -298,3 +300,15 @@ def test_unequal_digests_are_seen_in_the_line_of_a_round() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (3e12, "3.0 TB")])
 def test_sizes(count: float, text: str) -> None:
     assert size(count) == text
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    long = "exchange (a100, h100, l40s, rtx6000ada: 3.2 s left)"
+    view = SiteView("rtx6000ada", long, 123, 16, 200, 107, 1234.5, 2.3456, 0.112, 0.134, 12_345_678)
+    for width in (80, 120):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(table("t", [view], width))
+        row = console.export_text().splitlines()[-1]
+        assert "107/200" in row
+        assert row.split()[-2:] == ["12.3", "MB"]
+        assert row.startswith("rtx6000ada exchange")
