@@ -107,8 +107,7 @@ class Peer:
             if retired := retire_identity_without_state(store, self.folder):
                 log.warning("%s", retired)
             self._listen(asyncio.current_task())
-            resolved = {"run": self.run.model_dump(mode="json"), "site": self.site.model_dump(mode="json")}
-            (self.folder / "config.json").write_text(json.dumps(resolved, indent=1))
+            self._save_config()
             try:
                 return await self._with_transport(store, closing)
             except asyncio.CancelledError:
@@ -135,6 +134,7 @@ class Peer:
 
     async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
         engine = await asyncio.to_thread(self.make_engine, self.run, self.site, self.observe)
+        self._save_config(parameters=engine.parameters)
         await self._calibrate(engine)
         fingerprint = digest("settings", list(engine.settings.items()))
         me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, engine.settings)
@@ -181,6 +181,11 @@ class Peer:
             self.control = ControlChannel(self.options.control_fd_in, self.options.control_fd_out)
             self.control.start(lambda: self._stop("the mesh that started this peer is gone"))
             self.observers.append(self.control)
+
+    def _save_config(self, **found: Any) -> None:
+        """The resolved configuration, and what was found out besides."""
+        resolved = {"run": self.run.model_dump(mode="json"), "site": self.site.model_dump(mode="json"), **found}
+        (self.folder / "config.json").write_text(json.dumps(resolved, indent=1))
 
     def _stop(self, reason: str) -> None:
         """The first time: leave in good order. The second time: at once."""
@@ -229,9 +234,9 @@ class Peer:
         if self.control is None or self.site.emulation is None or engine.time_scale is not None:
             return
         self.control.tell("ready_to_calibrate")
-        await self.control.answer("calibrate")
-        rate = await asyncio.to_thread(engine.measure_rate, CALIBRATION_SECONDS)
-        self.control.tell("calibration", tokens_per_second=rate)
+        if await self.control.answer("calibrate"):
+            rate = await asyncio.to_thread(engine.measure_rate, CALIBRATION_SECONDS)
+            self.control.tell("calibration", tokens_per_second=rate)
         engine.time_scale = float(await self.control.answer("time_scale"))
 
     # ---------------------------------------------------------------- the run

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core import codec, outer
-from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import (
     AdoptState,
@@ -29,6 +29,8 @@ from geomesh_p2p.core.ports import (
     Vector,
 )
 from geomesh_p2p.core.types import Contribution, PeerId
+
+ANCHOR_PARTS = 16
 
 
 @dataclass
@@ -57,7 +59,8 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                 case FoldUpdate():
                     # Commit: the same update moves the same anchor on every peer, bit for bit.
                     seconds = await loop.run_in_executor(worker, fold, model, work)
-                    mesh.folded(work.update, seconds)
+                    part, part_hash = await loop.run_in_executor(worker, hash_part, model, work.update.round)
+                    mesh.folded(work.update, part, part_hash, seconds)
                 case AdoptState():
                     await loop.run_in_executor(worker, adopt, model, work)
                 case SaveState():
@@ -72,7 +75,9 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
 def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient."""
     plan, mine = work.plan, work.mine
+    started = time.perf_counter()
     nats, tokens = validate_anchor(model, plan.peers.index(model.peer), len(plan.members), skip=not work.validate)
+    validation_seconds = time.perf_counter() - started
 
     result = model.engine.train(mine, plan, lambda: mesh.should_close(plan), time.monotonic())
 
@@ -101,7 +106,7 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
         validation_tokens=tokens,
         reason=reason,
     )
-    return LocalRound(contribution, payload, result, seconds)
+    return LocalRound(contribution, payload, result, seconds, validation_seconds)
 
 
 def validate_anchor(model: LocalModel, share: int, of: int, skip: bool = False) -> tuple[float, int]:
@@ -120,6 +125,12 @@ def fold(model: LocalModel, work: FoldUpdate) -> float:
     outer.apply_update(model.state, model.layout, model.codec, model.outer, work.update, work.body)
     model.engine.set_weights(model.state.anchor)
     return time.perf_counter() - begun
+
+
+def hash_part(model: LocalModel, round: int) -> tuple[int, Digest]:
+    """(part, hash) of one part of the anchor, another one each round: a flipped bit shows within ANCHOR_PARTS rounds."""
+    part, size = round % ANCHOR_PARTS, model.state.anchor.size
+    return part, digest_bytes(model.state.anchor[part * size // ANCHOR_PARTS : (part + 1) * size // ANCHOR_PARTS])
 
 
 def adopt(model: LocalModel, work: AdoptState) -> None:

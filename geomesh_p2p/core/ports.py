@@ -265,6 +265,7 @@ class LocalRound:
     payload: Any
     result: InnerResult
     codec_seconds: float
+    validation_seconds: float
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,8 @@ class Mesh(Protocol):
 
     def contribute(self, plan: Plan, local: LocalRound) -> None: ...
 
-    def folded(self, update: Update, codec_seconds: float) -> None: ...
+    def folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
+        """`update` is in the anchor, whose part number `part` then has this hash."""
+        ...
 
     def validated(self, round: int, nats: float, tokens: int) -> None: ...

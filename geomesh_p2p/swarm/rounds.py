@@ -15,7 +15,7 @@ from geomesh_p2p.core.messages import Finished
 from geomesh_p2p.core.ports import InnerResult, LocalRound, Observer, PeerTraffic, Transport
 from geomesh_p2p.core.types import PeerId, Plan, StepReport, Term, Update
 from geomesh_p2p.swarm.membership import Membership
-from geomesh_p2p.swarm.stopwatch import Stopwatch
+from geomesh_p2p.swarm.stopwatch import Stopwatch, times_of
 
 NO_WORK = InnerResult(
     tokens=0, ranges=(), steps=0, loss=math.nan, seconds=0.0, data_wait_seconds=0.0, step_seconds=(), skipped_steps=0,
@@ -33,22 +33,27 @@ class RoundBook:
         self._membership = membership
         self._transport = transport
         self._observe = observe
-        self._watch = Stopwatch(opened)
-        self._committed: dict[int, tuple[Update, Term, str]] = {}
+        self._watches: dict[int, Stopwatch] = {}  # by round: the next plan may come before the last update is folded
+        self._opened = opened
+        self._committed: dict[int, tuple[Term, str]] = {}
         self._traffic: dict[PeerId, PeerTraffic] = {}
 
     # ---------------------------------------------------------------- as the round goes on
 
     def plan_adopted(self, plan: Plan, now: float) -> None:
         """An attempt's plan counts from the first one on: later attempts of a round reuse what was trained."""
-        if self._watch.plan is None or self._watch.plan.round != plan.round:
-            self._watch.plan_adopted(plan, now)
+        watch = self._watches.get(plan.round)
+        if watch is None:
+            self._watches[plan.round] = Stopwatch(plan, now)
         else:
-            self._watch.plan, self._watch.reused = plan, True
+            watch.plan, watch.reused = plan, True
 
     def trained(self, local: LocalRound, now: float) -> None:
-        self._watch.inner_steps_ended(local.result, local.contribution, local.codec_seconds, now)
-        mine = self._watch.plan.of(self.me) if self._watch.plan else None
+        watch = self._watches.get(local.contribution.round)
+        if watch is None:
+            return
+        watch.inner_steps_ended(local, now)
+        mine = watch.plan.of(self.me)
         if mine is not None and local.result.step_seconds:
             # A short last step says nothing of the planned batch.
             whole = local.result.step_seconds[:-1] if mine.last_batch != mine.batch else local.result.step_seconds
@@ -56,27 +61,25 @@ class RoundBook:
                 self.last_step_report = StepReport(self.me, mine.batch, median(whole))
 
     def member_finished(self, message: Finished, arrived: float, rtt_seconds: float) -> None:
-        if self._watch.plan is not None and message.contribution.round == self._watch.plan.round:
-            self._watch.member_finished(message.contribution.peer, arrived, rtt_seconds)
+        watch = self._watches.get(message.contribution.round)
+        if watch is not None:
+            watch.member_finished(message.contribution.peer, arrived, rtt_seconds)
 
     def committed(self, update: Update, term: Term, leader: str) -> None:
-        self._committed[update.round] = (update, term, leader)
+        self._committed[update.round] = (term, leader)
 
     # ---------------------------------------------------------------- the round is over
 
     def folded(self, update: Update, fold_seconds: float, now: float) -> None:
         """`update` is in the anchor; it took `fold_seconds`."""
-        watch, self._watch = self._watch, Stopwatch(now)
-        watch.fold_seconds = fold_seconds
+        watch = self._watches.pop(update.round, None)
+        self._watches = {round: later for round, later in self._watches.items() if round > update.round}
+        times = times_of(watch, self._opened, now, fold_seconds)
+        self._opened = now
         self.tokens_total += update.tokens
-        _, term, leader = self._committed.pop(update.round, (update, Term(0, ""), ""))
-        member = watch.plan is not None and watch.plan.round == update.round
-        if not member:
-            watch.plan, watch.result = None, None
-        self._observe(self._observation(update, watch, now, (term, leader)))
-        ppl = perplexity(
-            sum(c.validation_nats for c in update.contributors), sum(c.validation_tokens for c in update.contributors)
-        )
+        who = self._committed.pop(update.round, (Term(0, ""), ""))
+        self._observe(self._observation(update, watch, times, who))
+        ppl = validation_of(update)
         if ppl is not None:
             self._observe(obs.Validated(update.round - 1, ppl, final=False))
 
@@ -85,10 +88,12 @@ class RoundBook:
         if ppl is not None:
             self._observe(obs.Validated(round, ppl, final=True))
 
-    def _observation(self, update: Update, watch: Stopwatch, now: float, who: tuple[Term, str]) -> obs.RoundCommitted:
-        plan, result = watch.plan, watch.result or NO_WORK
+    def _observation(
+        self, update: Update, watch: Stopwatch | None, times: obs.PeerTimes, who: tuple[Term, str]
+    ) -> obs.RoundCommitted:
+        plan, local = (watch.plan, watch.local) if watch else (None, None)
+        result, own = (local.result, local.contribution) if local else (NO_WORK, None)
         mine = plan.of(self.me) if plan else None
-        own = watch.contribution if plan else None
         traffic = self._traffic_since()
         return obs.RoundCommitted(
             round=update.round,
@@ -106,14 +111,13 @@ class RoundBook:
             tokens=own.tokens if own and own.payload in [c.payload for c in update.contributors] else 0,
             tokens_total=self.tokens_total,
             loss=result.loss if result.steps else None,
-            validation_ppl=perplexity(
-                sum(c.validation_nats for c in update.contributors), sum(c.validation_tokens for c in update.contributors)
-            ),
+            validation_ppl=validation_of(update),
             learning_rate=result.learning_rate,
             planned_finish_seconds=mine.finish_seconds if mine else 0.0,
             finish_seconds=result.seconds,
             planned_seconds=plan.train_seconds + plan.exchange_seconds if plan else 0.0,
-            times=watch.times(now),
+            times=times,
+            validation_seconds=local.validation_seconds if local else 0.0,
             step_seconds_median=median(result.step_seconds) if result.step_seconds else 0.0,
             steps_done=result.steps,
             skipped_steps=result.skipped_steps,
@@ -124,7 +128,7 @@ class RoundBook:
             overhead_sent=traffic["overhead_sent"],
             overhead_received=traffic["overhead_received"],
             abstained=own.reason if own and own.abstains else "",
-            reused=watch.reused,
+            reused=watch.reused if watch else False,
         )
 
     def _traffic_since(self) -> dict[str, dict[str, int]]:
@@ -138,6 +142,12 @@ class RoundBook:
                 result[name][site] = result[name].get(site, 0) + getattr(totals, name) - getattr(before, name)
             self._traffic[peer] = PeerTraffic(**vars(totals))
         return result
+
+
+def validation_of(update: Update) -> float | None:
+    """The perplexity of the anchor before `update`, from all contributors' shares of the validation set."""
+    nats = sum(c.validation_nats for c in update.contributors)
+    return perplexity(nats, sum(c.validation_tokens for c in update.contributors))
 
 
 def perplexity(nats: float, tokens: int) -> float | None:

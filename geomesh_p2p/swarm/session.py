@@ -141,8 +141,9 @@ class Session:
                 if members.on_hello(sender, message, now):
                     self._beat_now.set()
             case msg.Refused():
+                if members.refused_me != message:
+                    self.around.observe(obs.Warned("refused", f"{members.site_of(sender)} refuses this peer: {message.reason}"))
                 members.refused_me = message
-                self.around.observe(obs.Warned("refused", f"{members.site_of(sender)} refuses this peer: {message.reason}"))
             case msg.Heartbeat():
                 if members.on_heartbeat(sender, message, now):
                     self.around.transport.send(sender, msg.HeartbeatEcho(message.sent_at))
@@ -450,7 +451,8 @@ class Session:
             self._exchange.contribute(job.local.contribution, job.local.payload)
         self._put(ev.Trained(job.wanted.digest, job.local.contribution, job.local.result.seconds))
 
-    def _folded(self, update: Update, codec_seconds: float) -> None:
+    def _folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
+        self.around.history("anchor", {"round": update.round, "digest": update.digest, "part": part, "hash": part_hash})
         self.book.folded(update, codec_seconds, self.around.clock())
 
     def _validated(self, round: int, nats: float, tokens: int) -> None:

@@ -9,47 +9,44 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.observations import PeerTimes
-from geomesh_p2p.core.ports import InnerResult
-from geomesh_p2p.core.types import Contribution, PeerId, Plan
+from geomesh_p2p.core.ports import LocalRound
+from geomesh_p2p.core.types import PeerId, Plan
 
 
 @dataclass
 class Stopwatch:
-    """One round of one peer. Fill in as things happen; `times()` at the end."""
+    """One round in which this peer is a member. Fill in as things happen; `times_of` at the end."""
 
-    opened: float
-    plan: Plan | None = None
-    planned: float = 0.0
-    trained: float | None = None
-    result: InnerResult | None = None
-    contribution: Contribution | None = None
-    codec_seconds: float = 0.0
-    fold_seconds: float = 0.0
+    plan: Plan
+    planned: float
+    encoded: float = 0.0
+    local: LocalRound | None = None
     reused: bool = False
     finished: dict[PeerId, float] = field(default_factory=dict)
 
-    def plan_adopted(self, plan: Plan, now: float) -> None:
-        self.plan, self.planned = plan, now
-
-    def inner_steps_ended(self, result: InnerResult, contribution: Contribution, codec_seconds: float, now: float) -> None:
-        """`now` is after the encoding, which took `codec_seconds`."""
-        self.result, self.contribution, self.codec_seconds = result, contribution, codec_seconds
-        self.trained = now - codec_seconds
+    def inner_steps_ended(self, local: LocalRound, now: float) -> None:
+        """`now` is right after the encoding."""
+        self.local, self.encoded = local, now
 
     def member_finished(self, peer: PeerId, arrived: float, rtt_seconds: float) -> None:
         """A member's 'finished' arrived: it was sent half a round trip ago."""
         self.finished.setdefault(peer, arrived - rtt_seconds / 2)
 
-    def times(self, folded: float) -> PeerTimes:
-        """`folded`: when the update was applied, which took `fold_seconds` of codec work. The parts add up to `wall`."""
-        wall = max(0.0, folded - self.opened)
-        codec = self.codec_seconds + self.fold_seconds
-        if self.result is None or self.trained is None:
-            return PeerTimes(0.0, 0.0, 0.0, 0.0, min(codec, wall), max(0.0, wall - codec), wall)
-        compute = self.result.seconds - self.result.data_wait_seconds
-        encoded = self.trained + self.codec_seconds
-        last = max([encoded, *self.finished.values()])
-        straggler = last - encoded
-        wan = max(0.0, folded - self.fold_seconds - last)
-        rest = wall - compute - self.result.data_wait_seconds - straggler - wan - codec
-        return PeerTimes(compute, self.result.data_wait_seconds, straggler, wan, codec, rest, wall)
+
+def times_of(watch: Stopwatch | None, opened: float, folded: float, fold_seconds: float) -> PeerTimes:
+    """The round from `opened` until its update was `folded`, which took `fold_seconds`; `watch` None: no member of it.
+
+    The parts add up to `wall`; only `control` is a remainder.
+    """
+    wall = max(0.0, folded - opened)
+    if watch is None or watch.local is None:
+        codec = min(fold_seconds, wall)
+        return PeerTimes(0.0, 0.0, 0.0, 0.0, codec, wall - codec, wall)
+    local = watch.local
+    codec = local.codec_seconds + fold_seconds
+    compute = local.result.seconds - local.result.data_wait_seconds
+    last = max([watch.encoded, *watch.finished.values()])
+    straggler = last - watch.encoded
+    wan = max(0.0, folded - fold_seconds - last)
+    rest = wall - compute - local.result.data_wait_seconds - straggler - wan - codec
+    return PeerTimes(compute, local.result.data_wait_seconds, straggler, wan, codec, rest, wall)

@@ -31,7 +31,7 @@ class Listeners:
     """Whom the bench tells: all are called in the event loop."""
 
     contributed: Callable[[Job, LocalRound], None]
-    folded: Callable[[Update, float], None]
+    folded: Callable[[Update, int, Digest, float], None]
     validated: Callable[[int, float, int], None]
 
 
@@ -81,8 +81,8 @@ class Bench:
         job.local = local
         self._listeners.contributed(job, local)
 
-    def folded(self, update: Update, codec_seconds: float) -> None:
-        self._listeners.folded(update, codec_seconds)
+    def folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
+        self._listeners.folded(update, part, part_hash, codec_seconds)
 
     def validated(self, round: int, nats: float, tokens: int) -> None:
         self._listeners.validated(round, nats, tokens)
