@@ -7,6 +7,7 @@ read by callbacks into place, without a task or a copy per frame.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.swarm.streams import FrameStream
 
+log = logging.getLogger("geomesh.daemon")
 OUTPUT_LINES = 20
 
 # Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
@@ -36,6 +38,7 @@ PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
+os.environ["GOLOG_LOG_LEVEL"] = "error"
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
@@ -66,11 +69,10 @@ class Daemon:
                 return launcher + P2P._make_process_args(*args, **kwargs)
 
             async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
-                self.quiet = False
                 async for line in self._child.stdout:
                     text = line.rstrip().decode(errors="replace")
                     output.append(text)
-                    self._log_p2pd_message(text)
+                    log.debug("%s", text)
                     if text.startswith("Peer ID:") and not ready.done():
                         ready.set_result(None)
                 code = await self._child.wait()
