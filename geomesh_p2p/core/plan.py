@@ -102,7 +102,7 @@ def plan_round(inputs: PlanInputs, settings: PlannerSection, inner: InnerSection
         if i not in schedule.members
     )
     why = [
-        reasons.member(ground.times[i], work, schedule, ground.limits, kept)
+        reasons.member(ground.times[i], work, schedule, ground.limits, kept.get(i, "nothing"))
         for i, work in zip(schedule.members, schedule.works, strict=True)
     ]
     return _assembled(ground, inner, schedule, why, bystanders)
@@ -205,12 +205,12 @@ def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
     return dropped
 
 
-def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, reasons.Kept]:
+def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, dict[int, reasons.Kept]]:
     """`free`, or what the last round did if that is nearly as good: steps too while it leaves hardly any idle time, else
-    its batches alone."""
+    its batches alone, except those of sites whose speed has changed. Also says what each site keeps."""
     previous, limits = ground.inputs.previous, ground.limits
     if previous is None or limits.exact:
-        return free, "nothing"
+        return free, {}
     assigned = {i: previous.of(ground.peers[i]) for i in free.members}
     old = {i: a for i, a in assigned.items() if a and a.inner_steps and a.batch <= ground.times[i].max_batch}
     enough = free.objective * (1 + HYSTERESIS)
@@ -221,7 +221,7 @@ def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, reasons.Kept]:
         same = ground.evaluated(free.members, works, (least, most))
         aim = free.sequences * (1 - TOKEN_SLACKS[-1]) <= same.sequences <= max(limits.sequences, free.sequences)
         if within and aim and same.idle <= OLD_PLAN_IDLE and same.objective <= enough:
-            return same, "steps"
+            return same, dict.fromkeys(old, "steps")
     pinned = {}
     for i, a in old.items():
         change = ground.times[i].finish(a.batch, a.inner_steps, a.last_batch) / max(a.finish_seconds, 1e-9)
@@ -230,8 +230,8 @@ def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, reasons.Kept]:
     if pinned:
         same = ground.search(free.members, pinned)
         if same.members == free.members and same.objective <= enough and same.idle <= max(IDLE_AIM, free.idle):
-            return same, "batch"
-    return free, "nothing"
+            return same, dict.fromkeys(pinned, "batch")
+    return free, {}
 
 
 def _configured(ground: _Ground, site: int) -> Work:

@@ -165,7 +165,8 @@ def test_what_holds_of_every_plan(
 
     # A member is lost, or somebody joins: the round goes on with the same work.
     later = replace(given, slot=replace(given.slot, attempt=2), previous=plan)
-    fewer = tuple(p for p in profiles if p.peer != plan.members[0].peer) or profiles
+    lost = draw.choice(plan.members).peer
+    fewer = (*(p for p in profiles if p.peer != lost), profile("s-new", 0.1, 0.2, 8))
     again = replan_attempt(replace(later, sites=replace(given.sites, profiles=fewer, view=())), section, INNER)
     old = {a.peer: a for a in plan.members}
     assert set(again.peers) == {p.peer for p in fewer}
@@ -243,6 +244,23 @@ def test_steps_follow_once_the_old_plan_would_leave_a_percent_idle() -> None:
     for factor in (1.0, 1.005, 1.01, 1.02, 1.05):
         live = reports(before, profiles, {"rtx": factor})
         assert idle(plan_round(inputs(profiles, before, reports=live), section, INNER)) <= 0.01
+
+
+def test_a_batch_stays_until_its_sites_speed_changes() -> None:
+    profiles, section = paper(), PlannerSection(round_tokens=400_000)
+    before = plan_round(inputs(profiles), section, INNER)
+    l40s = before.members[2]
+    steps, rest = divmod(l40s.sequences, 11)
+    assert l40s.batch < 11
+    assert rest
+    seconds = (steps * (0.02 + 11 * 0.04) + 0.02 + rest * 0.04) / 1.1
+    odd = replace(l40s, batch=11, inner_steps=steps + 1, last_batch=rest, finish_seconds=seconds)
+    before = replace(before, members=(*before.members[:2], odd, before.members[3]))
+    for factor, stays in ((1.0, True), (1.1, True), (0.9, True), (1.3, False), (0.8, False)):
+        live = reports(before, profiles, {"l40s": factor})
+        after = plan_round(inputs(profiles, before, reports=live), section, INNER).members[2]
+        assert after.batch == 11 or not stays, factor
+        assert any("as in the last round" in reason for reason in after.reasons) == stays, factor
 
 
 def test_topology_and_shares_stay_unless_the_gain_is_above_a_tenth() -> None:
