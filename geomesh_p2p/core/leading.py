@@ -25,7 +25,7 @@ from geomesh_p2p.core.election import Won
 from geomesh_p2p.core.events import CloseTraining, NeedPlan
 from geomesh_p2p.core.log import is_quorum
 from geomesh_p2p.core.messages import Close, Finished, HeldReport, HoldAgain, PlanOffer, PlanRefused
-from geomesh_p2p.core.round import BEHIND, NOT_READY, Member
+from geomesh_p2p.core.round import NOT_READY, RESTARTED, Member
 from geomesh_p2p.core.state import State
 from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan, Update
 
@@ -263,7 +263,7 @@ class Leading:
             return
         if refusal.reason == NOT_READY:
             self.doubted[sender] = self.s.now
-        self.lose([sender], "plan_refused", bench=refusal.reason == BEHIND)
+        self.lose([sender], "plan_refused", bench=refusal.reason not in (NOT_READY, RESTARTED))
 
     def on_lost(self, reporter: PeerId, plan: Digest, peers: tuple[PeerId, ...]) -> None:
         """`reporter` missed chunk deadlines of `peers`. Whoever can still be given the update is; else they are left out."""

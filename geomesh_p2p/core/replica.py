@@ -157,9 +157,9 @@ class Replica:
                     self._refuse_lower(sender, plan.digest)
             case m.PlanRefused():
                 self._learn(sender, message.round, message.digest)
-                if leading is not None:
-                    leading.on_refused(sender, message)
                 self._higher(message.term)
+                if self.leading is not None:
+                    self.leading.on_refused(sender, message)
             case m.Finished():
                 member.on_finished(sender, message)
                 if leading is not None:

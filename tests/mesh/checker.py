@@ -42,6 +42,8 @@ def check_histories(histories: dict[PeerId, History], founding: Founding, rules:
                 raise Violation(f"{peer} made two contributions for one plan of round {f['round']}")
             if kind == "held":
                 holders.setdefault((f["round"], f["seal"]), set()).add(peer)
+            if kind == "start" and f["held"] is not None:        # it ended between the save and the note
+                holders.setdefault((f["held"]["round"], f["held"]["seal"]), set()).add(peer)
             if kind == "commit":
                 known = commits.setdefault(f["round"], f)
                 if known["seal"] != f["seal"]:

@@ -55,7 +55,7 @@ WEIGHTS = {
     # A leader ends inside its commits, and all but one of the others are away for a while.
     "blackout": {"blackout": 8, "crash": 2, "armed": 1},
     # One member alone gets the whole update in time, and then often ends.
-    "partial-hold": {"armed": 5, "crash": 3, "partition": 2, "slow": 1},
+    "partial-hold": {"armed": 2, "crash": 1, "partition": 1, "slow": 1},
     # The leader's own exchange stalls, and the others' held reports come late.
     "late-reports": {"armed": 4, "crash": 3, "slow": 1},
     # A leader is heard and hears late, but for held reports; candidates end while they stand.
@@ -94,6 +94,7 @@ class Node:
         self.paused_until = 0.0
         self.armed = ""                  # crash inside the next list of actions that holds this
         self.doomed = False              # crash after the action being carried out
+        self.stays_away = False          # and come back late
         self.fsync_fails = False
         self.left = False
         self.tick_at = float("inf")
@@ -140,10 +141,13 @@ class World:
         self.bodies: dict[Digest, tuple[tuple[Digest, ...], ...]] = {}
         self.counts: Counter[str] = Counter()
         self.stalled: dict[Digest, tuple[set[PeerId], float]] = {}     # plan -> whose exchange brings nothing until when
+        self.unlucky_round = 0
+        self.dooming: set[Digest] = set()                # plans whose first holder ends right after the save
         self.late_reports: dict[Digest, float] = {}
         self.blackout = False
         self.healed = self.went_on = False
-        count = self.random.choice((3, 3, 4, 5)) if self.bias != "plain" else self.random.choice((1, 2, 3, 4, 5))
+        narrow = self.bias in ("partial-hold", "late-reports", "old-leader")
+        count = self.random.choice((3, 3, 3, 4) if narrow else (3, 3, 4, 5) if self.bias != "plain" else (1, 2, 3, 4, 5))
         names = [f"p{i}" for i in range(count)]
         self.random.shuffle(names)
         islands = {name: self.random.randrange(2) for name in names}
@@ -199,7 +203,8 @@ class World:
         settings = Settings(TIMING, self.rules, True, self.min_peers, None, self.seed + node.life)
         node.replica = Replica(peer, node.site, node.disk.log(), node.disk.durable, node.disk.held, settings)
         node.forget()
-        node.armed, node.doomed, node.fsync_fails, node.paused_until, node.tick_at = "", False, False, 0.0, float("inf")
+        node.armed, node.doomed, node.stays_away, node.fsync_fails = "", False, False, False
+        node.paused_until, node.tick_at = 0.0, float("inf")
         self.handle(node, ev.Tick())
         self.at(self.now + self.random.random(), "beat", (peer, node.life))
         ready = ev.Ready(Profile(peer, node.site, "", CURVE))
@@ -269,7 +274,7 @@ class World:
         stop_after = self.crash_point(node, actions)
         for i, action in enumerate(actions):
             if i == stop_after or node.doomed:
-                self.crash(node)
+                self.crash(node, (5.0, 8.0, 12.0, 15.0) if node.stays_away else (0.3, 2.0, 6.0, 15.0))
                 if self.blackout and not self.healed:
                     self.black_out(node)
                 return
@@ -303,10 +308,13 @@ class World:
             chosen = list(range(1, len(actions)))
         else:
             sends = [i for i, a in enumerate(actions) if isinstance(a, ev.Send) and isinstance(a.message, wanted)]
+            if node.armed == "stand" and any(isinstance(a, ev.Send) and getattr(a.message, "pre", False) for a in actions):
+                sends = []
             chosen = [i + 1 for i in sends] + sends[:1]
         if not chosen:
             return -1
         self.counts[f"crash in {node.armed}"] += 1
+        node.stays_away = node.armed == "commit" and self.bias in ("partial-hold", "blackout")
         node.armed = ""
         return self.random.choice(chosen)
 
@@ -333,6 +341,8 @@ class World:
     def do_Send(self, node: Node, action: ev.Send) -> None:
         if isinstance(action.message, m.Commit):
             self.check_commit(node, action.message.update)
+        elif isinstance(action.message, m.HoldAgain) and self.bias == "partial-hold" and not self.healed:
+            node.armed = node.armed or self.random.choice(("", "commit", "commit"))
         self.send(node, action.to, action.message)
 
     def do_SaveDurable(self, node: Node, action: ev.SaveDurable) -> None:
@@ -341,9 +351,9 @@ class World:
     def do_SaveHeld(self, node: Node, action: ev.SaveHeld) -> None:
         self.check_body(node, action.held.update)
         node.disk.held = action.held
-        stalled = self.stalled.get(action.held.plan)
-        if self.bias == "partial-hold" and stalled is not None and self.now < stalled[1] and self.random.random() < 0.7:
-            node.doomed = True
+        if action.held.plan in self.dooming:
+            self.dooming.remove(action.held.plan)
+            node.doomed = node.stays_away = True
 
     def do_AppendCommit(self, node: Node, action: ev.AppendCommit) -> None:
         update = action.update
@@ -372,14 +382,18 @@ class World:
             answer = ev.Planned(plan)
             if not self.healed:
                 self.spoil(node, plan)
-        self.at(self.now + self.random.choice((0.01, 0.01, 0.01, 0.8)), "event", (node.peer, node.life, answer))
+        seconds = self.random.choice((0.01, 0.8, 1.5) if self.bias == "old-leader" else (0.01, 0.01, 0.01, 0.8))
+        self.at(self.now + seconds, "event", (node.peer, node.life, answer))
 
     def spoil(self, leader: Node, plan: Plan) -> None:
         """Some plans' exchanges go badly, as this schedule's bias wants it."""
         r = self.random
-        if self.bias == "partial-hold" and r.random() < 0.4:
+        if self.bias == "partial-hold" and r.random() < (0.7 if plan.round == self.unlucky_round else 0.2):
+            self.unlucky_round = plan.round              # its next attempt, by whomever, is likely to go badly too
             lucky = r.choice(plan.peers)
             self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((4.0, 8.0)))
+            if r.random() < 0.8:
+                self.dooming.add(plan.digest)
         elif self.bias == "late-reports" and r.random() < 0.4:
             self.stalled[plan.digest] = ({leader.peer}, self.now + r.choice((4.0, 8.0)))
             self.late_reports[plan.digest] = r.uniform(1.0, 4.0)
@@ -403,6 +417,9 @@ class World:
     def random_finish(self, node: Node) -> None:
         assert node.training is not None
         seconds = self.random.choice((0.6, 0.8, 0.8, 1.0, 1.0, 4.0) if not self.healed else (0.6, 0.8, 1.0))
+        leads = node.replica is not None and node.replica.is_leader
+        if self.bias == "old-leader" and leads and not self.healed:
+            seconds = self.random.uniform(1.0, 4.0)
         self.at(self.now + seconds, "trained", (node.peer, node.life, node.training[1]))
 
     def on_trained(self, what: tuple[PeerId, int, int]) -> None:
@@ -621,7 +638,7 @@ class World:
         when = r.uniform(2.0, 5.0)
         while when < FAULTS_END - 2.0:
             self.at(when, "fault", r.choices(kinds, shares)[0])
-            when += r.expovariate(0.5)
+            when += r.expovariate(0.12 if self.bias == "partial-hold" else 0.5)
         if self.heals:
             self.at(FAULTS_END, "heal", None)
 
@@ -683,10 +700,10 @@ class World:
         r = self.random
         for other in self.nodes.values():
             if other is not node:
-                self.network.slow[(node.site, other.site)] = r.choice((3.0, 5.0, 9.0))
+                self.network.slow[(node.site, other.site)] = r.uniform(1.5, 6.0)
                 if r.random() < 0.7:
-                    self.network.slow[(other.site, node.site)] = r.choice((3.0, 6.0))
-                if r.random() < 0.3:
+                    self.network.slow[(other.site, node.site)] = r.uniform(2.0, 6.0)
+                if r.random() < 0.2:
                     other.armed = "stand"
         until = self.now + r.choice((1.0, 3.2, 4.0, 8.0))
         for other in self.nodes.values():
