@@ -58,7 +58,7 @@ def check_addresses(listen: str, announce: str, seeds: Iterable[str]) -> tuple[A
     targets = tuple(parse(seed, "net.seeds") for seed in seeds)
     for seed in targets:
         if not seed.peer:
-            raise ConfigError(f"net.seeds: {seed.text!r} names no peer id: it must end in /p2p/ID, as that peer prints at start")
+            raise ConfigError(f"net.seeds: {seed.text!r} names no peer id: it must end in /p2p/ID, as that peer prints it")
     remote = next((seed for seed in targets if not seed.loopback), None)
     shown, setting = (parse(announce, "net.announce"), "net.announce") if announce else (listening, "net.listen")
     if shown.wildcard:
@@ -91,7 +91,8 @@ def check_port_free(address: Address, patience_seconds: float = 3.0) -> None:
                 raise ConfigError(f"net.listen: cannot listen on {address.text}: {error.strerror}") from None
             if time.monotonic() >= deadline:
                 raise TemporaryError(
-                    f"net.listen: port {address.port} of {address.text} is in use by another process: choose another, or stop it"
+                    f"net.listen: port {address.port} of {address.text} is in use by another process: "
+                    f"stop it, or choose another port"
                 ) from None
         time.sleep(0.05)
 

@@ -29,6 +29,7 @@ from geomesh_p2p.swarm.streams import FrameStream
 
 log = logging.getLogger("geomesh.daemon")
 OUTPUT_LINES = 20
+STOP_SECONDS = 5.0
 
 # Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
 # afterwards, which may have ended just before.
@@ -47,11 +48,10 @@ Handler = Callable[[PeerId, FrameStream], None]
 
 
 class Daemon:
-    """A running daemon. `exited` is set once it has ended by itself."""
+    """A running daemon, made by start()."""
 
-    def __init__(self, p2p: P2P, output: deque[str]) -> None:
+    def __init__(self, p2p: P2P) -> None:
         self.p2p = p2p
-        self._output = output
         self._socket_folder = tempfile.mkdtemp(prefix="geomesh-")
         self._server: asyncio.AbstractServer | None = None
 
@@ -59,9 +59,14 @@ class Daemon:
     async def start(cls, net: NetSection, identity_path: Path, on_exit: OnExit) -> Daemon:
         """Raises TemporaryError, with the daemon's last words, if it does not come up in net.daemon_start_seconds."""
         output: deque[str] = deque(maxlen=OUTPUT_LINES)
+        made: list[P2P] = []
 
-        class Watched(P2P):  # type: ignore[misc]
+        class Watched(P2P):
             """hivemind's daemon, tied to this process; keeps its last lines and tells when it ends."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                made.append(self)
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -94,12 +99,16 @@ class Daemon:
                 auto_nat=False,
                 use_ipfs=False,
             )
-        except (P2PDaemonError, OSError) as error:
+        except BaseException as error:
+            for half_started in made:
+                await _end(half_started)
+            if not isinstance(error, (P2PDaemonError, OSError)):
+                raise
             raise TemporaryError(
                 f"the libp2p daemon did not start ({error}; net.daemon_start_seconds is {net.daemon_start_seconds:g}). "
                 f"Its last words: {last_words(output) or 'none'}"
             ) from None
-        return cls(p2p, output)
+        return cls(p2p)
 
     @property
     def process_id(self) -> int:
@@ -123,7 +132,12 @@ class Daemon:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         stream.expect_preface(answered.set_result)
-        stream.on_early_loss(lambda: answered.done() or answered.set_exception(Unreachable("the daemon closed the stream")))
+
+        def closed() -> None:
+            if not answered.done():
+                answered.set_exception(Unreachable("the daemon closed the stream"))
+
+        stream.on_early_loss(closed)
         try:
             path = self.p2p._daemon_listen_maddr["unix"]
             await asyncio.get_running_loop().create_unix_connection(lambda: stream, path)
@@ -160,10 +174,22 @@ class Daemon:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        await self.p2p.shutdown()
+        await _end(self.p2p)
         for name in os.listdir(self._socket_folder):
             os.unlink(os.path.join(self._socket_folder, name))
         os.rmdir(self._socket_folder)
+
+
+async def _end(p2p: P2P) -> None:
+    """Stop the process, by force if it does not go by itself."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await p2p.shutdown()
+    except TimeoutError:
+        p2p._child.kill()
+        await p2p._child.wait()
+    if p2p._child is not None:
+        p2p._child._transport.close()  # else its pipes are closed when they are collected, perhaps after the loop
 
 
 def _incoming(handlers: dict[str, Handler]) -> FrameStream:

@@ -9,6 +9,7 @@ that record, so hosts' clocks may differ by up to SKEW_SECONDS without harm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
 from geomesh_p2p.core.canonical import Digest, pack
@@ -31,6 +33,7 @@ REFRESH_SECONDS = 10.0
 SKEW_SECONDS = 120.0
 MAX_RECORD_BYTES = 4096
 MAX_RECORDS = 512            # read at one time
+STOP_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def _signed(key: bytes, packed: bytes) -> bytes:
     return b"geomesh record\0" + key + packed
 
 
-class _OnlySigned(RecordValidatorBase):  # type: ignore[misc]
+class _OnlySigned(RecordValidatorBase):
     """What this node stores for others, and takes from them: signed records, none for longer than records live."""
 
     def __init__(self, ignored: Counter[str]) -> None:
@@ -162,7 +165,8 @@ class Directory:
         return stored
 
     async def _publish(self) -> bool:
-        assert self._node is not None and self._record is not None
+        assert self._node is not None
+        assert self._record is not None
         await self._get_to_know()
         # A later expiry replaces an earlier one, even if this host's clock has been set back.
         self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
@@ -205,6 +209,10 @@ class Directory:
     async def stop(self) -> None:
         if self._refreshing is not None:
             self._refreshing.cancel()
-        if self._node is not None:
-            await self._node.shutdown()
+            self._refreshing = None
+        node, self._node = self._node, None
+        if node is not None:
+            with contextlib.suppress(TimeoutError, P2PDaemonError):  # the daemon may be gone
+                async with asyncio.timeout(STOP_SECONDS):
+                    await node.shutdown()
 

@@ -32,7 +32,7 @@ OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
 # ---------------------------------------------------------------- virtual time
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+class _JumpingSelector(selectors.DefaultSelector):
     """Instead of waiting for the next timer, moves the loop's clock to it. Waits really only for worker threads."""
 
     loop: VirtualClockLoop
@@ -66,7 +66,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future = super().run_in_executor(executor, func, *args)
         self.jobs += 1
         future.add_done_callback(self._job_done)

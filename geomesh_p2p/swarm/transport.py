@@ -167,7 +167,9 @@ class Libp2pTransport:
             except TimeoutError:
                 outcomes[target.text] = f"no answer within {DIAL_SECONDS:g} s"
             except Unreachable as error:
-                outcomes[target.text] = dial_reason(str(error))
+                reason = dial_reason(str(error), target.text)
+                if reason != BACKING_OFF:  # libp2p has not tried this time: what it found before holds
+                    outcomes[target.text] = reason
             await asyncio.sleep(pause)
             pause = min(pause * 2, 8.0)
 
@@ -301,7 +303,8 @@ class Libp2pTransport:
         stream.on_body = asked
 
     async def _answer(self, peer: PeerId, stream: FrameStream, frame: wire.Frame) -> None:
-        assert isinstance(frame.message, Fetch) and self._on_request is not None
+        assert isinstance(frame.message, Fetch)
+        assert self._on_request is not None
         remote = self._remote(peer)
         if not wire.concerns(self.run, frame):
             stream.abort()
@@ -317,9 +320,14 @@ class Libp2pTransport:
         remote.shaper.submit(size, lambda: stream.write(buffers))
 
 
-def dial_reason(text: str) -> str:
-    """libp2p's long account of a failed dial in a few words."""
-    low = text.lower()
+BACKING_OFF = "libp2p waits before it dials again"
+
+
+def dial_reason(text: str, address: str) -> str:
+    """What libp2p's long account of a failed dial says of `address`, in a few words."""
+    bare = address.split("/p2p/")[0]
+    own = next((line for line in text.splitlines() if f"[{bare}]" in line), text)
+    low = own.lower()
     if "peer id mismatch" in low or "key mismatch" in low:
         return "another peer answers there (its peer id differs)"
     if "connection refused" in low:
@@ -328,4 +336,6 @@ def dial_reason(text: str) -> str:
         return "no route there"
     if "timeout" in low or "deadline exceeded" in low:
         return "no answer"
-    return text.replace("\n", " ")[:200]
+    if "backoff" in low:
+        return BACKING_OFF
+    return " ".join(own.split())[:200]

@@ -294,7 +294,7 @@ def decode(body: bytes | bytearray | memoryview) -> Frame:
     check_prefix(len(body), body)
     found = _prefix(body)
     assert found is not None
-    tag, at = found
+    tag, _ = found
     values = _unpack(body)
     if type(values) is not list or len(values) != 5:
         raise FrameError("frame: five parts expected")

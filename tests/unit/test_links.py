@@ -74,7 +74,8 @@ def test_a_transfer_given_up_counts_up_to_its_last_acknowledgement() -> None:
 def test_small_transfers_say_nothing() -> None:
     links = LinkTable()
     transfer(links, 0.0, 1 * KIB, 1.0)
-    assert links.bytes_per_second("b") is None and links.links_from("me") == ()
+    assert links.bytes_per_second("b") is None
+    assert links.links_from("me") == ()
 
 
 def test_smoothing_moves_part_of_the_way() -> None:

@@ -1,0 +1,153 @@
+"""The directory over the real DHT: who finds whom, and what is not believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+from hivemind.utils.timed_storage import get_dht_time
+
+from geomesh_p2p.config import NetSection
+from geomesh_p2p.core.canonical import pack
+from geomesh_p2p.swarm import directory as directories
+from geomesh_p2p.swarm.directory import Directory, Record, open_record, sign_record
+from geomesh_p2p.swarm.identity import load_identity
+from geomesh_p2p.swarm.transport import Libp2pTransport
+from geomesh_p2p.swarm.wire import FrameError
+
+PATIENCE_SECONDS = 20.0
+RUN, KEY = bytes(32), bytes(20)
+
+
+def record(site: str, address: str = "/ip4/127.0.0.1/tcp/1", round: int = 0) -> Record:
+    return Record(RUN, RUN, site, True, (address,), round, RUN)
+
+
+class Place:
+    def __init__(self, transport: Libp2pTransport, directory: Directory) -> None:
+        self.transport, self.directory = transport, directory
+
+    async def sees(self, condition: Callable[[list[Record]], bool]) -> list[Record]:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not condition(records := await self.directory.peers()):  # noqa: ASYNC110 - the DHT tells nobody
+                await asyncio.sleep(0.05)
+            return records
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Place]]]:
+    places: list[Place] = []
+
+    async def start(name: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> Place:
+        async def nothing(*_: object) -> None: ...
+
+        transport = Libp2pTransport(NetSection(listen=listen), tmp_path / name / "identity.key")
+        await transport.start(lambda *_: None, nothing)  # type: ignore[arg-type]
+        directory = Directory(transport, "demo")
+        await directory.start()
+        if places:
+            await transport.connect_seeds(places[0].transport.addresses())
+        places.append(Place(transport, directory))
+        return places[-1]
+
+    yield start
+    for one in places:
+        await one.directory.stop()
+        await one.transport.stop()
+
+
+async def test_everybody_finds_everybody_through_one_seed(place: Callable[..., Awaitable[Place]]) -> None:
+    places = [await place(name) for name in "abc"]
+    for one, name in zip(places, "abc", strict=True):
+        assert await one.directory.announce(record(name, one.transport.addresses()[0]))
+    for one, name in zip(places, "abc", strict=True):
+        found = await one.sees(lambda records: len(records) == 2)
+        assert {r.site for r in found} == set("abc") - {name}
+        for other in places:
+            if other is not one:
+                (its,) = (r for r in found if r.peer == other.transport.peer)
+                assert its.addresses == other.transport.addresses()
+
+
+async def test_newer_record_replaces_the_older_and_lies_are_not_stored(place: Callable[..., Awaitable[Place]]) -> None:
+    a, b = await place("a"), await place("b")
+    await b.directory.announce(record("b", "/ip4/127.0.0.1/tcp/1", 1))
+    await a.sees(lambda records: [r.round for r in records] == [1])
+    await b.directory.announce(record("b", "/ip4/127.0.0.1/tcp/2", 2))
+    found = await a.sees(lambda records: [r.round for r in records] == [2])
+    assert found[0].addresses == ("/ip4/127.0.0.1/tcp/2",)
+
+    node, expires = b.directory._node, get_dht_time() + 60
+    assert node is not None
+    forged = sign_record(b.transport.identity, a.directory._key, record("a"))
+    junk = {"junk": b"not a record", "forged": forged, "large": bytes(10_000)}
+    for name, value in junk.items():
+        subkey = a.transport.peer if name == "forged" else name
+        assert not await node.store("geomesh/demo", value, expires + 30, subkey=subkey)
+    good = sign_record(b.transport.identity, a.directory._key, record("b", round=9))
+    assert not await node.store("geomesh/demo", good, expires + 3600, subkey=b.transport.peer)
+    found = await a.directory.peers()
+    assert [(r.site, r.round) for r in found] == [("b", 2)]
+    assert sum(b.directory.ignored.values()) + sum(a.directory.ignored.values()) >= 4
+
+
+async def test_a_record_that_is_not_renewed_expires_by_the_readers_clock(
+    place: Callable[..., Awaitable[Place]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await place("a"), await place("b")
+    await b.directory.announce(record("b"))
+    await a.sees(lambda records: len(records) == 1)
+    await b.directory.stop()
+    now = directories.time.monotonic()
+    monkeypatch.setattr(directories.time, "monotonic", lambda: now + directories.LIFETIME_SECONDS + 1)
+    assert await a.directory.peers() == []
+    assert a.directory.ignored["record: expired"] == 1
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def test_only_the_owner_can_make_a_record(tmp_path: Path) -> None:
+    mine, other = load_identity(tmp_path / "a"), load_identity(tmp_path / "b")
+    value = sign_record(mine, KEY, record("a"))
+    assert open_record(KEY, mine.peer, value) == replace(record("a"), peer=mine.peer)
+    packed, public, signature = msgpack.unpackb(value)
+    changed = pack(record("z"))
+    for peer, bad in [
+        (other.peer, value),
+        (mine.peer, sign_record(other, KEY, record("a"))),
+        (mine.peer, msgpack.packb([changed, public, signature])),
+        (mine.peer, msgpack.packb([packed, other.public, signature])),
+        (mine.peer, msgpack.packb([packed, public, bytes(64)])),
+        (mine.peer, msgpack.packb([packed, b"\xff" * 40, signature])),
+        (mine.peer, msgpack.packb([packed, public])),
+        (mine.peer, b""),
+        (mine.peer, "text"),
+        (mine.peer, bytes(5000)),
+    ]:
+        with pytest.raises(FrameError):
+            open_record(KEY, peer, bad)
+    with pytest.raises(FrameError):
+        open_record(b"another key of the directory", mine.peer, value)
+
+
+def test_rsa_identities_made_by_hivemind_work_too(tmp_path: Path) -> None:
+    from hivemind.p2p import P2P, PeerID
+
+    path = tmp_path / "rsa.key"
+    P2P.generate_identity(str(path))
+    identity = load_identity(path)
+    assert identity.peer == PeerID.from_identity(path.read_bytes()).to_base58()
+    assert open_record(KEY, identity.peer, sign_record(identity, KEY, record("a"))).site == "a"
+
+
+def test_identity_is_kept_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "identity.key"
+    first = load_identity(path)
+    assert load_identity(path).peer == first.peer
+    assert path.stat().st_mode & 0o777 == 0o400
+    assert [p.name for p in path.parent.iterdir()] == ["identity.key"]

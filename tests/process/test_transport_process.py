@@ -1,0 +1,291 @@
+"""The real daemon: addresses, ports, its end, and that of its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p.config import LinkSection, NetSection
+from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Leave, Message
+from geomesh_p2p.core.ports import Unreachable
+from geomesh_p2p.errors import ConfigError, TemporaryError, UnreachableError
+from geomesh_p2p.swarm import daemon as daemons
+from geomesh_p2p.swarm.identity import load_identity
+from geomesh_p2p.swarm.remote import CONTROL
+from geomesh_p2p.swarm.streams import FrameStream
+from geomesh_p2p.swarm.transport import Libp2pTransport
+
+PATIENCE_SECONDS = 20.0
+Opener = Callable[..., "asyncio.Future[Libp2pTransport]"]
+
+
+async def answer(sender: str, fetch: Fetch) -> Fetched:
+    return Fetched(True, b"", fetch.offset, 0, b"", 0)
+
+
+@pytest.fixture
+async def opened(tmp_path: Path) -> AsyncIterator[Opener]:
+    """Starts a transport of a given name; all are stopped at the end."""
+    transports = []
+
+    async def start(name: str, heard: list[tuple[str, Message]] | None = None, **settings: object) -> Libp2pTransport:
+        extra = {key: settings.pop(key) for key in ("links", "on_warning", "on_daemon_exit") if key in settings}
+        transport = Libp2pTransport(NetSection(**settings), tmp_path / name / "identity.key", **extra)  # type: ignore[arg-type]
+        transports.append(transport)
+        await transport.start(lambda peer, message: heard is not None and heard.append((peer, message)), answer)
+        return transport
+
+    yield start  # type: ignore[misc]
+    for transport in transports:
+        await transport.stop()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - what is waited for is outside this process
+            await asyncio.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def gone(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# ---------------------------------------------------------------- addresses
+
+
+async def test_port_zero_is_replaced_by_the_bound_port(opened: Opener) -> None:
+    a = await opened("a")
+    (address,) = a.addresses()
+    assert address.startswith("/ip4/127.0.0.1/tcp/")
+    assert address.endswith(f"/p2p/{a.peer}")
+    assert "/tcp/0/" not in address
+    b = await opened("b")
+    assert await b.connect_seeds([address]) == (a.peer,)
+
+
+async def test_announced_address_is_what_others_get(opened: Opener) -> None:
+    port = free_port()
+    a = await opened("a", listen=f"/ip4/0.0.0.0/tcp/{port}", announce=f"/ip4/127.0.0.2/tcp/{port}")
+    assert a.addresses() == (f"/ip4/127.0.0.2/tcp/{port}/p2p/{a.peer}",)
+    b = await opened("b")
+    assert await b.connect_seeds(a.addresses()) == (a.peer,)
+
+
+REMOTE = "/ip4/203.0.113.9/tcp/4100/p2p/12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"listen": "/ip4/0.0.0.0/tcp/4100"}, "net.listen: .*wildcard.*net.announce"),
+        ({"announce": "/ip4/0.0.0.0/tcp/4100"}, "net.announce: .*wildcard"),
+        ({"announce": "/ip6/::/tcp/4100"}, "net.announce: .*wildcard"),
+        ({"announce": "/ip4/10.0.0.1/tcp/0"}, "net.announce: .*port 0"),
+        ({"announce": "/ip4/127.0.0.1/tcp/4100", "seeds": (REMOTE,)}, "net.announce: .*loopback"),
+        ({"seeds": (REMOTE,)}, "net.listen: .*loopback"),
+        ({"listen": "127.0.0.1:4100"}, "net.listen: .*not a multiaddress"),
+        ({"listen": "/ip4/127.0.0.1"}, "net.listen: .*no TCP port"),
+        ({"seeds": ("/ip4/127.0.0.1/tcp/4100",)}, "net.seeds: .*peer id"),
+    ],
+)
+def test_addresses_that_nobody_could_dial_are_refused(settings: dict[str, object], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Libp2pTransport(NetSection(**settings), tmp_path / "identity.key")  # type: ignore[arg-type]
+    assert not (tmp_path / "identity.key").exists()
+
+
+async def test_port_in_use_is_a_temporary_error(opened: Opener, tmp_path: Path) -> None:
+    a = await opened("a")
+    port = a.addresses()[0].split("/")[4]
+    with pytest.raises(TemporaryError, match=rf"net\.listen.*{port}.*in use"):
+        await opened("b", listen=f"/ip4/127.0.0.1/tcp/{port}")
+
+
+async def test_address_of_another_host_is_a_config_error(opened: Opener) -> None:
+    with pytest.raises(ConfigError, match=r"net\.listen"):
+        await opened("a", listen="/ip4/203.0.113.7/tcp/4100")
+
+
+# ---------------------------------------------------------------- seeds
+
+
+async def test_some_dead_seeds_are_a_warning_each(opened: Opener) -> None:
+    a = await opened("a")
+    live, stranger = a.addresses()[0], load_identity_of_nobody()
+    refused = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{stranger}"
+    impostor = live.replace(a.peer, stranger)
+    warnings: list[tuple[str, str]] = []
+    b = await opened("b", on_warning=lambda *warning: warnings.append(warning))
+    assert await b.connect_seeds([refused, live, impostor]) == (a.peer,)
+    assert {reason for reason, _ in warnings} == {"seed_unreachable"}
+    texts = " ".join(text for _, text in warnings)
+    assert refused in texts
+    assert "refused" in texts
+    assert impostor in texts
+    assert "another peer answers" in texts
+
+
+async def test_no_seed_at_all_is_unreachable_with_a_line_each(opened: Opener) -> None:
+    stranger = load_identity_of_nobody()
+    seeds = [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{stranger}" for _ in range(2)]
+    b = await opened("b", reach_seconds=1.0)
+    with pytest.raises(UnreachableError, match=r"net\.reach_seconds") as caught:
+        await b.connect_seeds(seeds)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split(": ")[0].strip() for line in lines] == seeds
+    assert all("refused" in line for line in lines)
+    assert await b.connect_seeds(seeds, required=False) == ()
+
+
+async def test_seed_that_comes_up_later_is_found(opened: Opener, tmp_path: Path) -> None:
+    port, identity = free_port(), load_identity(tmp_path / "a" / "identity.key")
+    b = await opened("b", reach_seconds=PATIENCE_SECONDS)
+    trying = asyncio.create_task(b.connect_seeds([f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}"]))
+    a = await opened("a", listen=f"/ip4/127.0.0.1/tcp/{port}")
+    assert a.peer == identity.peer
+    assert await trying == (identity.peer,)
+
+
+def load_identity_of_nobody() -> str:
+    return REMOTE.rsplit("/", 1)[1]
+
+
+# ---------------------------------------------------------------- ends
+
+
+async def test_daemon_that_dies_is_noticed_with_its_code(opened: Opener) -> None:
+    died: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    a = await opened("a", on_daemon_exit=lambda code, output: died.set_result((code, output)))
+    assert a.daemon is not None
+    os.kill(a.daemon.process_id, signal.SIGKILL)
+    code, output = await asyncio.wait_for(died, PATIENCE_SECONDS)
+    assert code == -signal.SIGKILL
+    assert "Peer ID" in output
+    with pytest.raises(Unreachable):
+        await a.send_bulk(load_identity_of_nobody(), Chunk(b"", "part", "a", b"", 0, 0, 1, b"x"))
+    with pytest.raises(Unreachable):
+        await a.request(load_identity_of_nobody(), Fetch("status", 0, b"", 0, 0), 2.0)
+
+
+async def test_daemon_that_cannot_start_says_why(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "LAUNCHER", "print('the disk is on fire'); raise SystemExit(3)")
+    with pytest.raises(TemporaryError, match=r"code 3.*the disk is on fire"):
+        await opened("a")
+
+
+async def test_daemon_that_hangs_is_given_up_and_ended(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "LAUNCHER", "import time; print('still here', flush=True); time.sleep(600)")
+    with pytest.raises(TemporaryError, match=r"net\.daemon_start_seconds.*still here"):
+        await opened("a", daemon_start_seconds=1.5)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from geomesh_p2p.config import NetSection
+from geomesh_p2p.swarm.transport import Libp2pTransport
+
+async def main():
+    transport = Libp2pTransport(NetSection(listen=sys.argv[2]), Path(sys.argv[1]) / "identity.key")
+    async def nothing(*_): ...
+    await transport.start(lambda *_: None, nothing)
+    print(transport.daemon.process_id, transport.addresses()[0], flush=True)
+    await asyncio.Event().wait()
+
+import uvloop
+uvloop.run(main())
+"""
+
+
+def start_parent(folder: Path, listen: str = "/ip4/127.0.0.1/tcp/0") -> tuple[subprocess.Popen[str], int, str]:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), listen], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    process_id, address = parent.stdout.readline().split()
+    return parent, int(process_id), address
+
+
+async def test_daemon_ends_when_its_parent_is_killed_and_the_port_can_be_used_again(tmp_path: Path) -> None:
+    parent, daemon, address = await asyncio.to_thread(start_parent, tmp_path)
+    assert not gone(daemon)
+    parent.kill()
+    parent.wait()
+    again, _, same = await asyncio.to_thread(start_parent, tmp_path, address.split("/p2p/")[0])
+    try:
+        assert same == address
+        await eventually(lambda: gone(daemon))
+    finally:
+        again.kill()
+        again.wait()
+
+
+async def test_peer_killed_and_started_again_is_reached_on_the_same_port(opened: Opener, tmp_path: Path) -> None:
+    parent, _, address = await asyncio.to_thread(start_parent, tmp_path / "b")
+    a = await opened("a")
+    (peer,) = await a.connect_seeds([address])
+    a.send(peer, Leave("before"))
+    parent.kill()
+    parent.wait()
+    parent, _, same = await asyncio.to_thread(start_parent, tmp_path / "b", address.split("/p2p/")[0])
+    try:
+        assert same == address
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                try:
+                    await a.send_bulk(peer, Chunk(b"", "part", "a", b"", 0, 0, 1, b"x"))
+                    break
+                except Unreachable:
+                    await asyncio.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+# ---------------------------------------------------------------- frames from outside
+
+
+async def test_bad_frames_end_their_stream_and_no_other(opened: Opener) -> None:
+    heard: list[tuple[str, Message]] = []
+    warnings: list[tuple[str, str]] = []
+    a = await opened("a", heard, on_warning=lambda *warning: warnings.append(warning))
+    b = await opened("b")
+    await b.connect_seeds(a.addresses())
+    assert b.daemon is not None
+    for garbage, reason in ((b"\x00\x00\x00\x09GET / HTTP", "bad_frame"), (b"\x00\x00\x00\x09\x95\x63 other", "other_version")):
+        stream, lost = FrameStream(), asyncio.Event()
+        stream.on_lost = lambda _stream, lost=lost: lost.set()
+        await b.daemon.open(a.peer, CONTROL, stream)
+        stream.write_raw(b.identity.public[:8] + garbage)
+        await asyncio.wait_for(lost.wait(), PATIENCE_SECONDS)
+        await eventually(lambda reason=reason: any(warning[0] == reason and b.peer in warning[1] for warning in warnings))
+    b.send(a.peer, Leave("a good one"))
+    await eventually(lambda: heard == [(b.peer, Leave("a good one"))])
+
+
+async def test_emulated_link_delays_but_keeps_order(opened: Opener) -> None:
+    heard: list[tuple[str, Message]] = []
+    a = await opened("a", heard)
+    b = await opened("b", links={"default": LinkSection(rtt_ms=100, mbps=80)})
+    await b.connect_seeds(a.addresses())
+    for number in range(100):
+        b.send(a.peer, Leave(str(number)))
+    await b.send_bulk(a.peer, Chunk(b"", "part", "b", b"", 0, 0, 1, bytes(100_000)))
+    assert heard == []
+    await eventually(lambda: len(heard) == 101)
+    assert [m.reason for _, m in heard if isinstance(m, Leave)] == [str(number) for number in range(100)]
