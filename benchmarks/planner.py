@@ -1,7 +1,7 @@
 """How long the planner takes: `python benchmarks/planner.py [--sites 4 16 64 256]` prints JSON.
 
-Sites of random speed, memory and links plan a first round, then the next one from live figures. `seconds` are processor time, the best of
-a few tries; `ratio_to_first` compares with the smallest mesh of the same run.
+Sites of random speed, memory and links plan a first round, then the next one from live figures. `seconds` are of
+processor time, the best of a few tries; `ratio_to_first` compares with the smallest mesh of the same run.
 """
 
 from __future__ import annotations

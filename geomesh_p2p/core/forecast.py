@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ DEFAULT_BYTES_PER_SECOND = 125e6  # 1 Gbit/s, for a mesh of which no link has be
 # Codec rates on one core, in parameters a second: encode reads two fp32 vectors, decode adds one weighted vector.
 ENCODE_PER_SECOND, DECODE_PER_SECOND = 0.7e9, 1.2e9
 CONTROL_SECONDS = 0.02  # held record to disk, votes, messages
+LARGEST_BATCH = 65_536  # sequences; a larger one in a profile is a mistake
 SHARE_UNIT, SMALLEST_SHARE_UNIT = 4096, 8  # parameters; a byte of signs holds 8
 
 
@@ -39,7 +41,11 @@ class StepTimes:
 
     def finish(self, batch: int, steps: int, last: int) -> float:
         """Seconds of `steps` inner steps, all of `batch` sequences but the last one of `last`."""
-        return float((steps - 1) * self.seconds[batch] + self.seconds[last])
+        return (steps - 1) * self.step(batch) + self.step(last)
+
+    def step(self, batch: int) -> float:
+        """Seconds of one step; beyond the largest batch (of a plan made before the profile changed) in proportion."""
+        return float(self.seconds[min(batch, self.max_batch)]) * max(1.0, batch / self.max_batch)
 
 
 def step_times(profile: Profile, report: StepReport | None) -> StepTimes:
@@ -48,8 +54,10 @@ def step_times(profile: Profile, report: StepReport | None) -> StepTimes:
     Below the first point the first segment goes on, between proportional time and no gain at all.
     """
     points = sorted({point.batch: point.seconds for point in profile.curve}.items())
-    if not points or points[0][0] < 1 or min(seconds for _, seconds in points) <= 0:
-        raise ValueError(f"profile of {profile.site}: every point needs batch >= 1 and seconds > 0, got {points}")
+    if not points or not all(1 <= batch <= LARGEST_BATCH and 0 < seconds < math.inf for batch, seconds in points):
+        raise ValueError(
+            f"profile of {profile.site}: needs points of 1 to {LARGEST_BATCH} sequences and seconds > 0, got {points}"
+        )
     known, taken = np.array(points, dtype=np.float64).T
     batches = np.arange(1, points[-1][0] + 1, dtype=np.float64)
     seconds = np.interp(batches, known, taken)
@@ -59,7 +67,7 @@ def step_times(profile: Profile, report: StepReport | None) -> StepTimes:
         line = taken[0] - slope * (known[0] - batches[below])
         seconds[below] = np.clip(line, taken[0] * batches[below] / known[0], taken[0])
     seconds = np.concatenate([[0.0], np.maximum.accumulate(seconds)])
-    usable = report is not None and 1 <= report.batch < len(seconds) and report.seconds > 0
+    usable = report is not None and 1 <= report.batch < len(seconds) and 0 < report.seconds < math.inf
     live = float(report.seconds / seconds[report.batch]) if report is not None and usable else 1.0
     return StepTimes(profile.peer, profile.site, seconds * live, live, usable)
 
@@ -89,9 +97,9 @@ class LinkTable:
     def of(cls, peers: Sequence[PeerId], links: Sequence[Link]) -> LinkTable:
         place, size = {peer: index for index, peer in enumerate(peers)}, len(peers)
         found = [
-            (place[link.source], place[link.target], link.bytes_per_second, max(0.0, link.rtt_seconds))
+            (place[link.source], place[link.target], link.bytes_per_second, link.rtt_seconds)
             for link in links
-            if link.source in place and link.target in place and link.source != link.target and link.bytes_per_second > 0
+            if link.source in place and link.target in place and link.source != link.target and _sound(link)
         ]
         rates, rtts = np.full((size, size), np.nan), np.full((size, size), np.nan)
         if found:
@@ -110,6 +118,10 @@ class LinkTable:
         np.fill_diagonal(rates, np.inf)
         np.fill_diagonal(rtts, 0.0)
         return cls(rates, rtts, guessed)
+
+
+def _sound(link: Link) -> bool:
+    return 0 < link.bytes_per_second < math.inf and 0 <= link.rtt_seconds < math.inf
 
 
 # ---------------------------------------------------------------- exchange

@@ -384,19 +384,3 @@ def without(positions: Iterable[Range], taken: Iterable[Range]) -> tuple[Range, 
                 start = hole.stop
         result.append(Range(start, max(start, whole.stop)))
     return tuple(r for r in result if r.start < r.stop)
-
-
-def explain(plan: Plan) -> list[str]:
-    """The plan in words: every number with its reason, one line each."""
-    lines = [f"round {plan.round}, attempt {plan.attempt}, term {plan.term.number}"]
-    lines += [f"  {reason}" for reason in plan.reasons]
-    lines.append(f"  close: {reasons.grace(plan)}")
-    for a in plan.members:
-        lines.append(f"{a.site}: {a.sequences} sequences, done after {a.finish_seconds:.4g} s")
-        lines += [f"  {reason}" for reason in a.reasons]
-        positions = ", ".join(f"{r.start:,} to {r.stop - 1:,}" for r in a.ranges)
-        lines.append(f"  positions {positions}: the lowest not credited, in site order")
-    for a, share in zip(plan.members, plan.shares, strict=False):
-        lines.append(f"{a.site} reduces parameters {share.start:,} to {share.stop:,}, by {reasons.shares(plan)}")
-    lines += [f"{bystander.site} follows: {bystander.reason}" for bystander in plan.bystanders]
-    return lines

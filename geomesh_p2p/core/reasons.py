@@ -124,12 +124,28 @@ def _round_up(tokens: float) -> int:
     return -(-int(tokens) // unit) * unit
 
 
-def grace(plan: Plan) -> str:
+def explain(plan: Plan) -> list[str]:
+    """The plan in words: every number with its reason, one line each."""
+    lines = [f"round {plan.round}, attempt {plan.attempt}, term {plan.term.number}"]
+    lines += [f"  {reason}" for reason in plan.reasons]
+    lines.append(f"  close: {_grace(plan)}")
+    for a in plan.members:
+        lines.append(f"{a.site}: {a.sequences} sequences, done after {a.finish_seconds:.4g} s")
+        lines += [f"  {reason}" for reason in a.reasons]
+        positions = ", ".join(f"{r.start:,} to {r.stop - 1:,}" for r in a.ranges)
+        lines.append(f"  positions {positions}: the lowest not credited, in site order")
+    for a, share in zip(plan.members, plan.shares, strict=False):
+        lines.append(f"{a.site} reduces parameters {share.start:,} to {share.stop:,}, by {_shares(plan)}")
+    lines += [f"{bystander.site} follows: {bystander.reason}" for bystander in plan.bystanders]
+    return lines
+
+
+def _grace(plan: Plan) -> str:
     if not plan.may_close:
         return "nobody is closed early, so that the digest depends on the configuration alone"
     late = f"a member later than its predicted finish by {plan.grace_seconds:.4g} s"
     return f"{late} stops at its next step and contributes what it has"
 
 
-def shares(plan: Plan) -> str:
+def _shares(plan: Plan) -> str:
     return "the measured links: all parts are to arrive at once" if plan.may_close else "equal parts, as configured"

@@ -15,7 +15,8 @@ from geomesh_p2p.config import LinkSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core import codec
 from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, Volume
 from geomesh_p2p.core.layout import Layout, Tensor, layout_of
-from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, explain, plan_round
+from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round
+from geomesh_p2p.core.reasons import explain
 from geomesh_p2p.core.types import NO_TERM, BatchTime, Link, Plan, Profile, Range
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.loading import SiteFile

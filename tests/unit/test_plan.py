@@ -14,7 +14,8 @@ from geomesh_p2p.config import InnerSection, PlannerSection
 from geomesh_p2p.core.canonical import pack
 from geomesh_p2p.core.forecast import Volume
 from geomesh_p2p.core.log import is_quorum, merged
-from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, explain, hand_out, plan_round, replan_attempt, without
+from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, hand_out, plan_round, replan_attempt, without
+from geomesh_p2p.core.reasons import explain
 from geomesh_p2p.core.types import BatchTime, Link, Plan, Profile, Range, StepReport, Term
 
 INNER = InnerSection(reference_batch=8)

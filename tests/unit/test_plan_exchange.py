@@ -49,6 +49,8 @@ def test_links_not_measured_take_the_opposite_direction_then_the_median() -> Non
     assert known.rates[1, 2] == known.rates[2, 1] == 30.0  # the median of 10, 30, 50
     assert known.rtts[1, 2] == 0.3
     assert np.isinf(known.rates.diagonal()).all()
+    senseless = [Link("a", "b", float("nan"), 10.0), Link("b", "a", 0.1, 0.0), Link("a", "a", 0.1, 5.0)]
+    assert LinkTable.of(["a", "b"], senseless).guessed == 2
     unknown = LinkTable.of(["a", "b"], [])
     assert (unknown.rates[0, 1], unknown.rtts[0, 1], unknown.guessed) == (DEFAULT_BYTES_PER_SECOND, 0.0, 2)
 

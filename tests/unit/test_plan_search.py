@@ -195,5 +195,7 @@ def test_a_noisy_curve_never_falls_and_a_senseless_report_is_ignored() -> None:
     times = step_times(profile((1, 1.0), (2, 0.9), (4, 2.0)), StepReport("p", 9, 1.0))
     assert all(a <= b for a, b in itertools.pairwise(times.seconds.tolist()))
     assert (times.live, times.reported) == (1.0, False)
-    with pytest.raises(ValueError, match="profile of s"):
-        step_times(profile((1, 0.0)), None)
+    assert step_times(profile((1, 1.0)), StepReport("p", 1, float("inf"))).live == 1.0
+    for points in ([(1, 0.0)], [(1, float("nan"))], [(0, 1.0)], [(10**9, 1.0)], []):
+        with pytest.raises(ValueError, match="profile of s"):
+            step_times(profile(*points), None)
