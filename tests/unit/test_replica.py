@@ -1,0 +1,175 @@
+"""One replica at a time: the order of its actions in a round, what it refuses, and what it does after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from geomesh_p2p.core import events as ev
+from geomesh_p2p.core import messages as m
+from geomesh_p2p.core.round import NOT_READY, RESTARTED
+from geomesh_p2p.core.types import Term
+from tests.unit.replicas import BASE, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
+
+
+def offer(p: object, sender: str = "a") -> ev.Received:
+    return ev.Received(sender, m.PlanOffer(p))  # type: ignore[arg-type]
+
+
+def accepted(peer: object) -> ev.Durable:
+    return peer.s.durable  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_lone_founder_leads_plans_trains_and_commits_by_itself() -> None:
+    lone = replica("a", view="a")
+    assert lone.is_leader
+    need = of_kind(lone.handle(ev.Tick(), lone.next_deadline()), ev.NeedPlan)[0]
+    assert (need.round, need.attempt, need.members, need.base) == (4, 1, ("a",), BASE)
+    p = plan(lone.term, members="a")
+    assert order(lone.handle(ev.Planned(p), 5.0)) == ["SaveDurable", "StartExchange", "Train"]
+    assert order(lone.handle(ev.Trained(p.digest, contribution(p, "a"), 4.0), 9.0)) == ["MemberFinished"]
+    u = update(p, view="a")
+    assert order(lone.handle(ev.Assembled(p.digest, u), 9.0)) == ["SaveHeld", "AppendCommit", "NeedPlan"]
+    assert (lone.round, lone.digest) == (4, u.digest)
+
+
+def test_the_way_of_a_round_at_a_member() -> None:
+    member = replica("b")
+    p = plan()
+    assert order(member.handle(offer(p), 1.0)) == ["SaveDurable", "SaveDurable", "StartExchange", "Train"]
+    finished = member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 5.0)
+    assert order(finished) == ["Finished", "Finished", "MemberFinished"]
+    for peer in "ac":
+        told = ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0))
+        assert order(member.handle(told, 5.0)) == ["MemberFinished"]
+    u = update(p)
+    reported = member.handle(ev.Assembled(p.digest, u), 6.0)
+    assert order(reported) == ["SaveHeld", "HeldReport"]
+    assert sent(reported, m.HeldReport)[0][0] == "a"
+    assert order(member.handle(ev.Received("a", m.Commit(T1, u)), 6.0)) == ["AppendCommit"]
+    assert member.held is None
+
+
+def test_a_commit_without_the_update_at_hand_is_caught_up() -> None:
+    peer = replica("z")
+    actions = peer.handle(ev.Received("a", m.Commit(T1, update(plan()))), 1.0)
+    assert of_kind(actions, ev.CatchUp)[0].sources == ("a",)
+    assert peer.phase == "catch_up"
+    peer.handle(ev.CaughtUp((update(plan()),)), 2.0)
+    assert (peer.round, peer.phase) == (4, "joining")
+
+
+def test_a_commit_that_overtakes_the_exchange_waits_for_it() -> None:
+    member = replica("b")
+    p = plan()
+    member.handle(offer(p), 1.0)
+    member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 5.0)
+    for peer in "ac":
+        member.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), 5.0)
+    assert order(member.handle(ev.Received("a", m.Commit(T1, update(p))), 5.1)) == []
+    follow = plan(T1, 1, start=200, round=5, base=update(p).digest)
+    assert order(member.handle(offer(follow), 5.2)) == []
+    actions = order(member.handle(ev.Assembled(p.digest, update(p)), 5.3))
+    assert actions == ["AppendCommit", "SaveDurable", "StartExchange", "Train"], "the kept plan follows the commit"
+
+
+def test_a_plan_is_accepted_once_and_older_ones_are_refused() -> None:
+    member = replica("b")
+    member.handle(offer(plan(attempt=2)), 1.0)
+    assert order(member.handle(offer(plan(attempt=2)), 1.1)) == []
+    assert order(member.handle(offer(plan(attempt=1)), 1.2)) == ["PlanRefused"]
+    assert order(member.handle(offer(plan(attempt=2, start=300)), 1.3)) == ["PlanRefused"]
+
+
+def test_a_plan_without_a_quorum_of_the_view_is_refused() -> None:
+    assert order(replica("b").handle(offer(plan(members="bx")), 1.0))[-1] == "PlanRefused"
+
+
+def test_work_serves_the_next_attempt_if_its_ranges_are_within() -> None:
+    member = replica("b")
+    member.handle(offer(plan(attempt=1)), 1.0)
+    again = member.handle(offer(plan(attempt=2)), 2.0)
+    assert of_kind(again, ev.Train)[0].reuse
+    assert not of_kind(again, ev.Rewind)
+    other = member.handle(offer(plan(attempt=3, members="bc")), 3.0)
+    assert not of_kind(other, ev.Train)[0].reuse
+    assert order(other).index("Rewind") < order(other).index("Train")
+
+
+def test_a_restarted_member_never_trains_for_a_plan_it_had_accepted() -> None:
+    first = replica("b")
+    first.handle(offer(plan()), 1.0)
+    restarted = replica("b", durable=accepted(first))
+    refused = sent(restarted.handle(offer(plan()), 1.0), m.PlanRefused)
+    assert refused[0][1].reason == RESTARTED
+    assert of_kind(restarted.handle(offer(plan(attempt=2)), 2.0), ev.Train)
+
+
+def test_nothing_of_a_lower_term_is_held_after_a_vote() -> None:
+    member = replica("b")
+    p = plan()
+    member.handle(offer(p), 1.0)
+    stopped = member.handle(ev.Received("c", m.VoteRequest(False, Term(2, "c"), 3, BASE, None)), 2.0)
+    assert of_kind(stopped, ev.StopExchange)
+    assert order(member.handle(ev.Assembled(p.digest, update(p)), 3.0)) == []
+    assert order(member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 3.0)) == []
+
+
+def test_a_held_record_survives_votes_and_new_plans_until_the_commit() -> None:
+    record = held(plan(T1))
+    member = replica("b", durable=ev.Durable(T1, False), held=record)
+    member.handle(ev.Received("c", m.VoteRequest(False, Term(2, "c"), 3, BASE, record)), 1.0)
+    member.handle(offer(plan(Term(2, "c"), start=300), "c"), 2.0)
+    assert member.held == record
+    member.handle(ev.Received("c", m.Commit(T2, record.update)), 3.0)
+    assert member.held is None
+
+
+def test_a_leader_commits_only_its_newest_attempt() -> None:
+    leader = replica("a")
+    elect(leader)
+    for peer in "bc":
+        leader.handle(beat(peer, leader="a", term=leader.term), 20.1)
+    leader.handle(ev.Tick(), 21.9)
+    first = plan(leader.term, 1)
+    leader.handle(ev.Planned(first), 23.1)
+    assert leader.plan == first
+    refused = ev.Received("b", m.PlanRefused(first.digest, leader.term, "a", 3, BASE, NOT_READY))
+    need = of_kind(leader.handle(refused, 23.2), ev.NeedPlan)
+    assert [(n.attempt, n.members, n.previous) for n in need] == [(2, ("a", "c"), first)]
+    leader.handle(ev.Planned(plan(leader.term, 2, "ac")), 23.3)
+    for peer in "bc":
+        late = m.HeldReport(4, leader.term, 1, first.digest, update(first))
+        assert order(leader.handle(ev.Received(peer, late), 23.4)) == []
+
+
+def test_an_unsaved_promise_stops_the_peer() -> None:
+    halt = of_kind(replica("a").handle(ev.SaveFailed("no space left"), 1.0), ev.Halt)[0]
+    assert halt.exit_code == 75
+    assert "no space left" in halt.reason
+
+
+def test_a_voter_that_the_others_cannot_do_without_leaves_by_an_update_without_bits() -> None:
+    leader = replica("b", view="ab")
+    elect(leader, "a")
+    actions = leader.handle(beat("a", leader="b", term=leader.term, leaving=True), 20.5)
+    (to, again), = sent(actions, m.HoldAgain)
+    assert to == "a"
+    assert (again.held.update.voters, again.held.update.body_bytes) == (("b",), 0)
+    report = m.HeldReport(4, again.term, again.attempt, b"", again.held.update)
+    assert "AppendCommit" in order(leader.handle(ev.Received("a", report), 20.6))
+    assert leader.view == ("b",)
+
+
+@pytest.mark.parametrize(("min_peers", "plans"), [(3, True), (4, False)])
+def test_nothing_is_planned_with_fewer_than_min_peers(min_peers: int, plans: bool) -> None:
+    leader = replica("a", min_peers=min_peers)
+    elect(leader)
+    actions = [a for peer in "bc" for a in leader.handle(beat(peer, leader="a", term=leader.term), 20.1)]
+    actions += leader.handle(ev.Tick(), 23.0)
+    assert bool(of_kind(actions, ev.NeedPlan)) == plans
+    assert plans or "1 more trainers" in leader.waiting_for
+
+
+def test_the_final_round_is_the_last_one_planned() -> None:
+    lone = replica("a", view="a", final_round=3)
+    assert not of_kind(lone.handle(ev.Tick(), 60.0), ev.NeedPlan)
