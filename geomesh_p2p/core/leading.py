@@ -428,10 +428,12 @@ class Leading:
                 self.failed = "exchange_failed"
             return
         self.push_at = float("inf")
-        if self.plan is not None and s.now >= self.act_at:
-            self.act_at = s.now + retry
-            if self.reports:
-                self._count()
+        if s.now < self.act_at:
+            return
+        self.act_at = s.now + retry
+        if self.reports:
+            self._count()
+        if self.plan is not None and self.chosen is None:
             self._watch_plan(self.plan)
 
     def _watch_plan(self, plan: Plan) -> None:

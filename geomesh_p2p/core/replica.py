@@ -196,7 +196,7 @@ class Replica:
             self._advance(update, "leader", s.term)
             self._end_reign()
         if self.behind.due() and not s.halted:
-            if self.leading is not None:
+            if self.election.role != "follower":     # nobody stands or leads from a round that is past
                 self.election.step_down(hold_back=False)
                 self._end_reign()
             self.member.abandon("this peer is behind")

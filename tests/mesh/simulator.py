@@ -263,6 +263,8 @@ class World:
         if node.replica is not replica:
             return
         deadline = replica.next_deadline()
+        if deadline <= self.now and isinstance(event, ev.Tick):
+            self.fail(f"{node.peer} asks for a tick at once, after a tick: {node.says}")
         if deadline < node.tick_at:
             node.tick_at = max(deadline, self.now + 0.001)
             self.at(node.tick_at, "tick", (node.peer, node.life))
@@ -732,9 +734,11 @@ class World:
         self.at(self.now + 8.0, "look", None)
         self.round_at_heal = max(self.committed, default=0)
         needed = self.committed[self.round_at_heal][1].voters if self.committed else ("p0",)
+        # A leaver whose time was up before the others knew is still needed: somebody starts it again.
+        unknown = any(len(node.disk.updates) < self.round_at_heal for node in self.nodes.values() if not node.left)
         for node in self.nodes.values():
             node.paused_until, node.armed, node.fsync_fails = min(node.paused_until, self.now), "", False
-            if node.left and node.peer in needed:
+            if node.left and (node.peer in needed or unknown):
                 node.left = False
             self.at(self.now + 0.1, "start", node.peer)
 
@@ -769,7 +773,8 @@ class World:
         voters = self.committed[newest][1].voters if newest else ("p0",)
         there = [node for node in self.nodes.values() if not node.left]
         voting = [peer for peer in voters if peer in self.nodes and not self.nodes[peer].left]
-        if not is_quorum(voting, voters) or len(there) < self.min_peers:
+        known = any(len(node.disk.updates) >= newest for node in there)      # else it was lost with a disk
+        if not known or not is_quorum(voting, voters) or len(there) < self.min_peers:
             self.counts["no quorum left"] += 1
             return ""
         said = "; ".join(f"{node.peer}: {node.says}" for node in self.nodes.values())
