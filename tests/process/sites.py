@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ time_scale = 1.0
 """
 
 
-def until(condition: Callable[[], Any], what: str, limit_seconds: float = 90.0) -> Any:
+def until(condition: Callable[[], Any], what: str, limit_seconds: float = 150.0) -> Any:
     """The first true value of `condition`; fails, saying what was waited for, at the limit."""
     deadline = time.monotonic() + limit_seconds
     while not (value := condition()):
@@ -88,7 +88,7 @@ class Site:
         seeds = [str(f.read_text().strip()) for site in self.mesh.sites if site is not self and (f := site.address_file).exists()]
         arguments = ["--first"] if first else [a for seed in seeds for a in ("--bootstrap", seed)]
         command = [
-            *(sys.executable, "-m", "geomesh_p2p.cli", "peer", str(self.mesh.run_file)),
+            *(*self.mesh.command, "peer", str(self.mesh.run_file)),
             *("--site", str(self.mesh.folder / f"{self.name}.toml"), "--address-file", str(address_file)),
             *arguments,
             *self.extra,
@@ -134,9 +134,16 @@ class Sites:
     """Some sites in one folder; the first founds the run."""
 
     def __init__(
-        self, folder: Path, names: list[str], rounds: int, inner_steps: int = 3, sequence_seconds: float = 0.1
+        self,
+        folder: Path,
+        names: list[str],
+        rounds: int,
+        inner_steps: int = 3,
+        sequence_seconds: float = 0.1,
+        command: Sequence[str] = (sys.executable, "-m", "geomesh_p2p.cli"),
     ) -> None:
         self.folder = folder
+        self.command = command
         corpus = folder / "corpus.txt"
         corpus.write_text("".join(f"line {i}: the quick brown fox counts {i * i} sheep\n" for i in range(6000)))
         self.run_file = folder / "run.toml"
@@ -155,7 +162,14 @@ class Sites:
         for site in self.sites[1:]:
             site.start()
 
+    def terminate(self) -> None:
+        """SIGTERM to all, as an operator stops a run."""
+        for site in self.sites:
+            if site.process is not None:
+                site.process.terminate()
+
     def stop(self) -> None:
+        """Whatever the state: no process is left."""
         for site in self.sites:
             if site.process is not None and site.process.poll() is None:
                 site.process.kill()
