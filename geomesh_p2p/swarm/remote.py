@@ -134,6 +134,7 @@ class Remote:
         stream.on_writable = lambda _stream: self._flush()
         self._control = stream
         self._flush()
+        self._start_bulk()  # so that the first chunk need not wait for its stream
 
     def _control_lost(self, stream: FrameStream) -> None:
         if self._control is stream:
@@ -148,14 +149,12 @@ class Remote:
         while self._least_loaded() is None or self.shaper.wait_seconds() > 0:
             if self._closed:
                 raise Unreachable("this transport was stopped")
-            if len(self._bulk) < self._bulk_wanted:
-                self._start_bulk()
+            self._start_bulk()
             if self._least_loaded() is None:
                 await self._wait_turn()
             else:
                 await asyncio.sleep(self.shaper.wait_seconds())
-        if len(self._bulk) < self._bulk_wanted:
-            self._start_bulk()
+        self._start_bulk()
         self.shaper.submit(size, lambda: self._write_bulk(buffers))
         self.traffic.payload_sent += payload
         self.traffic.overhead_sent += size - payload
@@ -202,7 +201,7 @@ class Remote:
                 return
 
     def _start_bulk(self) -> None:
-        if not self._bulk_opening:
+        if not self._bulk_opening and not self._closed and len(self._bulk) < self._bulk_wanted:
             self._bulk_opening = True
             self._spawn(self._open_bulk())
 
