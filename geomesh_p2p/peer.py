@@ -161,7 +161,16 @@ class Peer:
             front.session = session
             if self.stopping:
                 session.leave(self.stopping)
-            model = LocalModel(transport.peer, self.name, engine, *settings[:1], resumed.state, *settings[1:], resumed.residual)
+            model = LocalModel(
+                transport.peer,
+                self.name,
+                engine,
+                engine.layout,
+                resumed.state,
+                self.run.codec,
+                self.run.outer,
+                resumed.residual,
+            )
             await both(session.run(), train(session.bench, model))
             assert session.outcome is not None
             return self._ended(*session.outcome)

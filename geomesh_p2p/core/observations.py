@@ -17,7 +17,8 @@ class PhaseChanged:
     deadline_seconds: float | None = None
 
 
-PHASES = ("starting", "joining", "idle", "planning", "training", "straggler_idle", "exchange", "commit", "catch_up", "saving", "validating", "leaving")
+PHASES = ("starting", "joining", "idle", "planning", "training", "straggler_idle", "exchange", "commit",
+          "catch_up", "saving", "validating", "leaving")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """JSON lines between a peer and the `geomesh mesh` that started it: what the table shows, and the calibration.
 
-Child to parent: {"event": "address" | "ready_to_calibrate" | "calibration" | "phase" | "plan" | "round" | "validated" | "progress" | "exit", ...}.
+Child to parent: {"event": E, ...} with E one of address, ready_to_calibrate, calibration, exit, or an observation's kind
+(phase, plan, round, validated, progress, ...).
 Parent to child: {"calibrate": true}, {"time_scale": x}. The end of the parent's side means: stop, as SIGTERM does.
 """
 

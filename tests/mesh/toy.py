@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from geomesh_p2p.swarm.links import LinkTable
 
 from geomesh_p2p.config import CodecSection, OuterSection, RunConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.log import RoundLog
-from geomesh_p2p.core.outer import OuterState
+from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import InnerResult
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.planning import LeadersPlanner
@@ -128,8 +128,6 @@ class ToyPeer:
         state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
         log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
         model = LocalModel(self.peer, self.name, engine, LAYOUT, state, CodecSection(), OuterSection())
-        from geomesh_p2p.core.outer import apply_update
-
         while (found := self.store.read_update(log.round + 1)) is not None:
             log.append(found[0])
             apply_update(state, LAYOUT, CodecSection(), OuterSection(), *found)
@@ -180,8 +178,11 @@ class ToyPeer:
         await asyncio.gather(self.task, return_exceptions=True)
         self.store.close()
 
+    def commits(self) -> list[dict[str, Any]]:
+        return [fields for kind, fields in self.notes if kind == "commit"]
+
     def digests(self) -> dict[int, str]:
-        return {fields["round"]: fields["digest"].hex() for kind, fields in self.notes if kind == "commit"}
+        return {note["round"]: note["digest"].hex() for note in self.commits()}
 
 
 def toy_mesh(folder: Path, names: list[str], run: RunConfig, network: Network) -> list[ToyPeer]:

@@ -85,7 +85,8 @@ class Site:
         """Start (again). The address file is this process's own: it is there once the peer listens."""
         self.starts += 1
         address_file = self.address_file
-        seeds = [str(f.read_text().strip()) for site in self.mesh.sites if site is not self and (f := site.address_file).exists()]
+        others = [site.address_file for site in self.mesh.sites if site is not self]
+        seeds = [file.read_text().strip() for file in others if file.exists()]
         arguments = ["--first"] if first else [a for seed in seeds for a in ("--bootstrap", seed)]
         command = [
             *(*self.mesh.command, "peer", str(self.mesh.run_file)),

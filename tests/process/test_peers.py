@@ -35,8 +35,8 @@ def test_kill_any_peer_and_it_comes_back(mesh: Sites) -> None:
         assert any(peer not in note["view"] for note in others[0].history("commit")), "the kill went unnoticed"
         victim.start()
         until(
-            lambda v=victim, p=peer, o=others: any(
-                note["round"] > before + 3 and p in [c["peer"] for c in note["contributors"]] for note in o[0].history("commit")
+            lambda p=peer, o=others, b=before: any(
+                note["round"] > b + 3 and p in [c["peer"] for c in note["contributors"]] for note in o[0].history("commit")
             ),
             "the victim to contribute again",
         )
@@ -66,5 +66,6 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
     whole, whole_state = run_in_parts(tmp_path / "whole", 12)
     parts, parts_state = run_in_parts(tmp_path / "parts", 5, 12)
     assert len(whole_state) == 1
-    assert whole == parts and len(whole) == 12
+    assert len(whole) == 12
+    assert whole == parts
     assert whole_state == parts_state

@@ -19,13 +19,23 @@ SITES = ("east", "west")
 PARAMETERS = 1_000_000
 # Names that dashboards and tests rely on.
 TOP = set(
-    ["run_id", "parameters", "rounds_committed", "rounds_discarded", "tokens", "wall_seconds", "val_ppl_first", "val_ppl_last", "time_to_target_seconds", "digest", "straggler_idle_share", "straggler_idle_share_steady", "straggler_idle_share_fastest", "wan_idle_share", "wan_idle_share_steady", "compute_share", "emulation_overrun_share", "emulation_time_scale", "bytes_payload", "bytes_total", "bytes_ratio_to_fp32", "bytes_ratio_to_fp32_ring", "rounds", "peers"]
+    """
+    run_id parameters rounds_committed rounds_discarded tokens wall_seconds val_ppl_first val_ppl_last
+    time_to_target_seconds digest straggler_idle_share straggler_idle_share_steady straggler_idle_share_fastest
+    wan_idle_share wan_idle_share_steady compute_share emulation_overrun_share emulation_time_scale bytes_payload
+    bytes_total bytes_ratio_to_fp32 bytes_ratio_to_fp32_ring rounds peers
+    """.split()
 )
 ROUND = set(
-    ["round", "term", "members", "topology", "planned_seconds", "seconds", "straggler_idle_share", "wan_idle_share", "digest", "val_ppl"]
+    """
+    round term members topology planned_seconds seconds straggler_idle_share wan_idle_share digest val_ppl
+    """.split()
 )
 PEER = set(
-    ["site", "peer_id", "rounds", "digest", "batch", "inner_steps", "tokens", "compute_seconds", "data_wait_seconds", "straggler_idle_seconds", "wan_idle_seconds", "codec_seconds", "control_seconds", "bytes_sent", "bytes_received", "restarts"]
+    """
+    site peer_id rounds digest batch inner_steps tokens compute_seconds data_wait_seconds straggler_idle_seconds
+    wan_idle_seconds codec_seconds control_seconds bytes_sent bytes_received restarts
+    """.split()
 )
 
 # Per round: (straggler idle of east, WAN idle of both, wall of both), seconds.
