@@ -15,8 +15,8 @@ from tests.mesh.toy import ToyPeer, toy_mesh, toy_run
 
 async def until(condition: Callable[[], bool], limit_seconds: float = 60.0) -> None:
     async with asyncio.timeout(limit_seconds):
-        while not condition():
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
 
 
 def anchors(peers: list[ToyPeer]) -> set[bytes]:
@@ -38,7 +38,7 @@ async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str) 
 
 async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     run = toy_run()
-    run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 40})})
+    run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 100_000})})
     peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], run, Network())
     ids = [p.peer for p in peers]
     for peer in peers:
@@ -53,9 +53,10 @@ async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     victim.start(ids)
     back = max(peers[0].digests())
     await until(lambda: any(victim.peer in note["view"] for note in peers[0].commits() if note["round"] > back))
+    for peer in peers:
+        assert peer.session is not None
+        peer.session.leave("the test is over")
     await asyncio.gather(*(peer.task for peer in peers if peer.task))
-    assert max(victim.digests()) == 40
-    assert len(anchors(peers)) == 1
     assert all(victim.digests()[r] == peers[0].digests()[r] for r in victim.digests())
 
 
