@@ -305,7 +305,7 @@ class World:
         """Before which action this process ends; -1: it does not."""
         if not node.armed:
             return -1
-        wanted = BROADCASTS.get(node.armed)
+        wanted = m.Finished if node.armed == "finished" else BROADCASTS.get(node.armed)
         if wanted is None:
             chosen = list(range(1, len(actions)))
         else:
@@ -316,7 +316,7 @@ class World:
         if not chosen:
             return -1
         self.counts[f"crash in {node.armed}"] += 1
-        node.stays_away = node.armed == "commit" and self.bias in ("partial-hold", "blackout")
+        node.stays_away = node.armed == "commit" and self.bias in ("partial-hold", "blackout", "late-reports")
         node.armed = ""
         return self.random.choice(chosen)
 
@@ -396,6 +396,11 @@ class World:
             self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((4.0, 8.0)))
             if r.random() < 0.8:
                 self.dooming.add(plan.digest)
+        elif self.bias == "late-reports" and plan.attempt > 1:
+            lucky = r.choice([peer for peer in plan.peers if peer != leader.peer] or plan.peers)
+            self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((2.0, 4.0)))
+            if r.random() < 0.7:
+                leader.armed = "commit"
         elif self.bias == "late-reports" and r.random() < 0.4:
             self.stalled[plan.digest] = ({leader.peer}, self.now + r.choice((4.0, 8.0)))
             self.late_reports[plan.digest] = r.uniform(1.0, 4.0)
@@ -670,6 +675,8 @@ class World:
         elif kind == "armed":
             commit = self.bias == "commit-crash" and r.random() < 0.6
             node.armed = "commit" if commit else r.choice((*BROADCASTS, "any"))
+            if self.bias == "restarts" and r.random() < 0.6:
+                node.armed = "finished"
         elif kind == "pause":
             node.paused_until = self.now + r.choice((1.0, 4.0, 8.0))
         elif kind == "partition":
