@@ -90,6 +90,16 @@ class Election:
     def next_deadline(self) -> float:
         return float("inf") if self.role == "leader" or self.s.me not in self.s.view else self.stand_at
 
+    def lease_end(self, since: float) -> float:
+        """When a leader since `since` must step down, unless a quorum is heard again before."""
+        s = self.s
+        if s.quorum([s.me]):
+            return float("inf")
+        heard = sorted(((s.peers[peer].at if peer in s.peers else float("-inf")), peer) for peer in s.view if peer != s.me)
+        while heard and s.quorum([s.me, *(peer for _, peer in heard[1:])]):
+            heard.pop(0)
+        return max(since, heard[0][0] if heard else float("inf")) + s.timing.lease_seconds
+
     # -------------------------------------------------------------- following
 
     def heard_leader(self, sender: PeerId, term: Term) -> bool:

@@ -17,32 +17,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.behind import Behind
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.election import Election, Won
-from geomesh_p2p.core.events import (
-    Action,
-    AppendCommit,
-    Assembled,
-    CaughtUp,
-    Durable,
-    Event,
-    ExchangeLost,
-    FetchedHeld,
-    FetchFailed,
-    LeaveWanted,
-    Planned,
-    Ready,
-    Received,
-    SaveFailed,
-    Tick,
-    Trained,
-)
 from geomesh_p2p.core.leading import Leading
 from geomesh_p2p.core.log import BrokenChain, RoundLog
 from geomesh_p2p.core.round import Member
-from geomesh_p2p.core.state import Seen, Settings, State, held_fields
+from geomesh_p2p.core.state import Seen, Settings, State, commit_fields, held_fields
 from geomesh_p2p.core.types import Held, PeerId, Plan, Term, Update
 
 __all__ = ["Replica", "Settings"]
@@ -53,7 +36,9 @@ class Replica:
 
     `durable` and `held` are what the folder remembers (`Durable(NO_TERM, False)` and None in a new one)."""
 
-    def __init__(self, me: PeerId, site: str, log: RoundLog, durable: Durable, held: Held | None, settings: Settings) -> None:
+    def __init__(
+        self, me: PeerId, site: str, log: RoundLog, durable: ev.Durable, held: Held | None, settings: Settings
+    ) -> None:
         self.s = State(me, site, log, durable, held, settings)
         self.election = Election(self.s)
         self.member = Member(self.s, self._report)
@@ -66,7 +51,7 @@ class Replica:
 
     # -------------------------------------------------------------- the machine
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Actions, in the order in which the driver must carry them out."""
         s = self.s
         s.now, s.out = now, []
@@ -85,53 +70,53 @@ class Replica:
         """When a Tick is due at the latest, on the clock of `handle`."""
         deadlines = [self.election.next_deadline(), self.member.next_deadline(), self.behind.next_deadline(), self.leave_by]
         if self.leading is not None:
-            deadlines += [self.leading.next_deadline(), self._lease_end()]
+            deadlines += [self.leading.next_deadline(), self.election.lease_end(self.leading.since)]
         if not self._started:
             return self.s.now
         return min(deadlines)
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: ev.Event) -> None:
         s, member, leading = self.s, self.member, self.leading
         match event:
-            case Received(sender, message):
+            case ev.Received(sender, message):
                 if sender != s.me:
                     self._receive(sender, message)
-            case Tick():
+            case ev.Tick():
                 self._tick()
-            case Ready(profile):
+            case ev.Ready(profile):
                 s.profile = profile
                 if leading is not None:
                     leading.heard()
-            case Planned(plan, reason):
+            case ev.Planned(plan, reason):
                 if leading is not None:
                     mine = leading.on_planned(plan, reason)
                     if mine is not None:
                         self._own_offer(mine)
-            case Trained():
+            case ev.Trained():
                 finished = member.on_trained(event)
                 if finished is not None and leading is not None:
                     leading.on_finished(s.me, finished)
-            case Assembled(plan, update):
+            case ev.Assembled(plan, update):
                 if member.on_assembled(plan, update):
                     self._overtaken()
-            case ExchangeLost(plan, peers):
+            case ev.ExchangeLost(plan, peers):
                 self._exchange_lost(plan, peers)
-            case FetchedHeld(held):
+            case ev.FetchedHeld(held):
                 if member.on_fetched(held):
                     if leading is not None:
                         leading.on_held()
                     else:
                         member.report_as(member.wanted_as)
-            case CaughtUp():
+            case ev.CaughtUp():
                 self._caught_up(event)
-            case FetchFailed(what, _):
+            case ev.FetchFailed(what, _):
                 if what == "catch_up":
                     self.behind.failed()
                 else:
                     member.wanted = None
-            case SaveFailed(reason):
+            case ev.SaveFailed(reason):
                 s.halt(75, f"cannot save: {reason}; free the disk and start this peer again")
-            case LeaveWanted(reason):
+            case ev.LeaveWanted(reason):
                 self._want_to_leave(reason)
 
     def _receive(self, sender: PeerId, message: m.Message) -> None:
@@ -215,7 +200,7 @@ class Replica:
             self.member.overtaken_until = float("inf")
             self.behind.now()
         if self.leading is not None:
-            if s.now >= self._lease_end():
+            if s.now >= self.election.lease_end(self.leading.since):
                 self.election.step_down(hold_back=False)
             else:
                 self.leading.tick()
@@ -244,18 +229,6 @@ class Replica:
         if plan is not None and leading.stage == "open":
             reason = "stepped_down" if leading.term == self.s.term else "higher_term"
             self.s.note("discard", round=plan.round, term=plan.term, attempt=plan.attempt, plan=plan.digest, reason=reason)
-
-    def _lease_end(self) -> float:
-        """When this leader must step down, unless a quorum is heard again before."""
-        s, leading = self.s, self.leading
-        assert leading is not None
-        if s.quorum([s.me]):
-            return float("inf")
-        lease = s.timing.lease_seconds
-        heard = sorted(((s.peers[peer].at if peer in s.peers else float("-inf")), peer) for peer in s.view if peer != s.me)
-        while heard and s.quorum([s.me, *(peer for _, peer in heard[1:])]):
-            heard.pop(0)
-        return max(leading.since, heard[0][0] if heard else float("inf")) + lease
 
     def _own_offer(self, plan: Plan) -> None:
         reason = self.member.on_offer(self.s.me, plan, self.s.me)
@@ -363,7 +336,7 @@ class Replica:
         except BrokenChain as broken:
             s.halt(4, f"the committed update of round {update.round} cannot be appended: {broken}")
             return
-        s.out.append(AppendCommit(update))
+        s.out.append(ev.AppendCommit(update))
         self._appended(update, by, term)
         if self.leading is not None:
             self.leading.committed()
@@ -383,7 +356,7 @@ class Replica:
             self._learn(offer[0], offer[1].round - 1, offer[1].base)
             self.member.on_offer(offer[0], offer[1], self.election.leader)
 
-    def _caught_up(self, event: CaughtUp) -> None:
+    def _caught_up(self, event: ev.CaughtUp) -> None:
         s = self.s
         s.catching_up = False
         if event.state is not None and event.state.round > s.round:
@@ -484,11 +457,7 @@ class Replica:
         if s.catching_up:
             return "catch_up"
         if member.plan is not None:
-            if member.assembled is not None or s.held_rank()[0] == member.plan.term:
-                return "commit"
-            if member.own_finished is None:
-                return "training"
-            return "exchange" if len(member.finished) == len(member.plan.members) else "straggler_idle"
+            return member.phase
         if s.leaving:
             return "leaving"
         if s.profile is None and s.settings.trains:
@@ -530,20 +499,3 @@ class Replica:
             "profile": s.profile,
         }
 
-
-def commit_fields(update: Update) -> dict[str, Any]:
-    """What a history line of kind commit says of the update."""
-    return {
-        "round": update.round,
-        "digest": update.digest,
-        "base": update.base,
-        "seal": update.seal,
-        "view": update.voters,
-        "contributors": [
-            {"site": c.site, "peer": c.peer, "tokens": c.tokens, "ranges": c.ranges, "payload": c.payload}
-            for c in update.contributors
-        ],
-        "topology": update.topology,
-        "shares": update.shares,
-        "body": update.body,
-    }

@@ -341,6 +341,16 @@ class Member:
         self.stop_exchange(reason)
         self.reset()
 
+    @property
+    def phase(self) -> str:
+        """Where this peer is in the plan that it carries out."""
+        assert self.plan is not None
+        if self.assembled is not None or self.s.held_rank()[0] == self.plan.term:
+            return "commit"
+        if self.own_finished is None:
+            return "training"
+        return "exchange" if len(self.finished) == len(self.plan.members) else "straggler_idle"
+
     # -------------------------------------------------------------- time
 
     def next_deadline(self) -> float:

@@ -162,3 +162,21 @@ def held_fields(held: Held | None) -> dict[str, Any] | None:
     if held is None:
         return None
     return {"round": held.update.round, "term": held.term, "attempt": held.attempt, "seal": held.update.seal}
+
+
+def commit_fields(update: Update) -> dict[str, Any]:
+    """What a history line of kind commit says of the update."""
+    return {
+        "round": update.round,
+        "digest": update.digest,
+        "base": update.base,
+        "seal": update.seal,
+        "view": update.voters,
+        "contributors": [
+            {"site": c.site, "peer": c.peer, "tokens": c.tokens, "ranges": c.ranges, "payload": c.payload}
+            for c in update.contributors
+        ],
+        "topology": update.topology,
+        "shares": update.shares,
+        "body": update.body,
+    }

@@ -17,18 +17,19 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import Digest, digest_bytes
-from geomesh_p2p.core.log import covers, is_quorum, next_voters
+from geomesh_p2p.core.log import covers, is_quorum
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.rules import RULES
-from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Plan, Profile, Rules, Timing, Update
+from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rules, Timing, Update
+from tests.mesh.bulk import Bulk, Node
 from tests.mesh.checker import Violation, check_histories
+from tests.mesh.faults import BIASES, BROADCASTS, FAULTS_END, Faults
 from tests.mesh.network import Disk, Network, make_plan
 
 TIMING = Timing(
@@ -41,83 +42,10 @@ TIMING = Timing(
     leave_seconds=15.0,
     max_attempts=4,
 )
-BROADCASTS = {
-    "commit": m.Commit, "held": m.HeldReport, "plan": m.PlanOffer, "again": m.HoldAgain, "vote": m.Vote, "stand": m.VoteRequest,
-}
-WEIGHTS = {
-    "plain": {
-        "crash": 4, "armed": 3, "pause": 3, "partition": 3, "loss": 2, "slow": 2, "fsync": 1, "disk": 1, "leave": 1, "join": 1,
-    },
-    "commit-crash": {"armed": 10, "crash": 3, "loss": 1, "slow": 2, "partition": 1},
-    "slow-out": {"slow": 8, "armed": 4, "crash": 3, "partition": 1, "pause": 1},
-    "restarts": {"crash": 8, "armed": 5, "disk": 3, "pause": 2, "all": 2, "loss": 1},
-    "partitions": {"partition": 8, "armed": 4, "crash": 2, "slow": 2, "leave": 1, "join": 1},
-    # A leader ends inside its commits, and all but one of the others are away for a while.
-    "blackout": {"blackout": 8, "crash": 2, "armed": 1},
-    # One member alone gets the whole update in time, and then often ends.
-    "partial-hold": {"armed": 2, "crash": 1, "partition": 1, "slow": 1},
-    # The leader's own exchange stalls, and the others' held reports come late.
-    "late-reports": {"armed": 4, "crash": 3, "slow": 1},
-    # A leader is heard and hears late, but for held reports; candidates end while they stand.
-    "old-leader": {"old-leader": 6, "armed": 2, "crash": 1},
-}
-BIASES = tuple(WEIGHTS)
-FAULTS_END = 40.0
 HEALED_END = 100.0
-CHUNK_DEADLINE = 1.5
-NO_BYTES = digest_bytes()
 
 
-@dataclass
-class Exchange:
-    """One node's part in the exchange of one plan."""
-
-    plan: Plan
-    headers: dict[PeerId, Contribution] = field(default_factory=dict)
-    since: dict[PeerId, float] = field(default_factory=dict)
-    bytes: set[PeerId] = field(default_factory=set)
-    part: tuple[Digest, ...] | None = None       # reduce: what this node averaged, fixed once made
-    parts: dict[PeerId, tuple[Digest, ...]] = field(default_factory=dict)
-    stopped: bool = False
-    done: bool = False
-    complained: float = 0.0
-
-
-class Node:
-    """One site: a process that may be down, its disk, and the driver's memory."""
-
-    def __init__(self, peer: PeerId, site: str, disk: Disk) -> None:
-        self.peer, self.site, self.disk = peer, site, disk
-        self.life = 0
-        self.replica: Replica | None = None
-        self.history: list[tuple[str, dict[str, Any]]] = []
-        self.paused_until = 0.0
-        self.armed = ""                  # crash inside the next list of actions that holds this
-        self.doomed = False              # crash after the action being carried out
-        self.stays_away = False          # and come back late
-        self.fsync_fails = False
-        self.left = False
-        self.tick_at = float("inf")
-        self.forget()
-
-    def forget(self) -> None:
-        """What a crash takes: everything but the disk."""
-        self.exchanges: dict[Digest, Exchange] = {}
-        self.training: tuple[Plan, int] | None = None     # the plan trained for, and the number of this training
-        self.closed = False
-        self.contribution: Contribution | None = None
-
-    @property
-    def up(self) -> bool:
-        return self.replica is not None
-
-    @property
-    def says(self) -> str:
-        r = self.replica
-        return "down" if r is None else f"round {r.round} term {r.term.number} {r.phase} {r.waiting_for}"
-
-
-class World:
+class World(Bulk, Faults):
     """One schedule."""
 
     def __init__(self, seed: int, off: frozenset[str] = frozenset(), bias: str = "") -> None:
@@ -291,16 +219,6 @@ class World:
         if stop_after == len(actions):
             self.crash(node)
 
-    def black_out(self, gone: Node) -> None:
-        """All but one of the others are away for a while too, but not as long as `gone`."""
-        self.blackout = False
-        others = [node for node in self.nodes.values() if node.up and node is not gone]
-        if others:
-            stays = self.random.choice(others)
-            for node in others:
-                if node is not stays:
-                    self.crash(node, (4.0, 5.0, 6.0))
-
     def crash_point(self, node: Node, actions: list[ev.Action]) -> int:
         """Before which action this process ends; -1: it does not."""
         if not node.armed:
@@ -387,26 +305,6 @@ class World:
         seconds = self.random.choice((0.01, 0.8, 1.5) if self.bias == "old-leader" else (0.01, 0.01, 0.01, 0.8))
         self.at(self.now + seconds, "event", (node.peer, node.life, answer))
 
-    def spoil(self, leader: Node, plan: Plan) -> None:
-        """Some plans' exchanges go badly, as this schedule's bias wants it."""
-        r = self.random
-        if self.bias == "partial-hold" and r.random() < (0.7 if plan.round == self.unlucky_round else 0.2):
-            self.unlucky_round = plan.round              # its next attempt, by whomever, is likely to go badly too
-            lucky = r.choice(plan.peers)
-            self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((4.0, 8.0)))
-            if r.random() < 0.8:
-                self.dooming.add(plan.digest)
-        elif self.bias == "late-reports" and plan.attempt > 1:
-            lucky = r.choice([peer for peer in plan.peers if peer != leader.peer] or plan.peers)
-            self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((2.0, 4.0)))
-            if r.random() < 0.7:
-                leader.armed = "commit"
-        elif self.bias == "late-reports" and r.random() < 0.4:
-            self.stalled[plan.digest] = ({leader.peer}, self.now + r.choice((4.0, 8.0)))
-            self.late_reports[plan.digest] = r.uniform(1.0, 4.0)
-            if r.random() < 0.5:
-                leader.armed = "commit"
-
     def do_Train(self, node: Node, action: ev.Train) -> None:
         plan = action.plan
         base = node.disk.updates[-1].digest if node.disk.updates else self.founding.base
@@ -471,283 +369,6 @@ class World:
             node.left = True
         else:
             self.at(self.now + self.random.choice((0.5, 3.0)), "start", node.peer)
-
-    # -------------------------------------------------------------- exchange
-
-    def do_StartExchange(self, node: Node, action: ev.StartExchange) -> None:
-        node.exchanges[action.plan.digest] = Exchange(action.plan)
-
-    def do_StopExchange(self, node: Node, action: ev.StopExchange) -> None:
-        if action.plan in node.exchanges:
-            node.exchanges[action.plan].stopped = True
-
-    def do_MemberFinished(self, node: Node, action: ev.MemberFinished) -> None:
-        exchange = node.exchanges.get(action.plan)
-        if exchange is None or exchange.stopped:
-            return
-        c = action.contribution
-        exchange.headers[c.peer], exchange.since[c.peer] = c, self.now
-        if c.peer == node.peer or c.abstains:
-            exchange.bytes.add(c.peer)
-        self.at(self.now + 0.05, "pull", (node.peer, node.life, action.plan))
-
-    def on_pull(self, what: tuple[PeerId, int, Digest]) -> None:
-        """Bytes that could have travelled by now have arrived."""
-        peer, life, digest = what
-        node = self.alive(peer, life)
-        exchange = None if node is None else node.exchanges.get(digest)
-        if node is None or exchange is None or exchange.stopped or exchange.done:
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until, "pull", what)
-            return
-        plan = exchange.plan
-        holders = [n for n in self.nodes.values() if n.peer in plan.peers and self.flows(n, node, digest)]
-        stalled, until = self.stalled.get(digest, ((), 0.0))
-        if peer in stalled and self.now < until:
-            holders = []
-        for owner, header in exchange.headers.items():
-            if owner not in exchange.bytes and any(
-                owner in h.exchanges[digest].bytes and h.exchanges[digest].headers.get(owner) == header for h in holders
-            ):
-                exchange.bytes.add(owner)
-        if plan.topology == "reduce":
-            self.reduce(node, exchange, holders)
-        if self.complete(exchange):
-            self.assemble(node, exchange)
-            return
-        late = tuple(
-            p for p in plan.peers if p != peer and p in exchange.since and self.lacks(exchange, p)
-            and self.now - exchange.since[p] > CHUNK_DEADLINE * plan.attempt
-        )
-        if late and self.now - exchange.complained > 2.0:
-            exchange.complained = self.now
-            self.handle(node, ev.ExchangeLost(digest, late))
-        self.at(self.now + 0.25, "pull", what)
-
-    def flows(self, source: Node, target: Node, digest: Digest) -> bool:
-        """Whether bulk bytes of this exchange get from one node to another now."""
-        exchange = source.exchanges.get(digest)
-        if exchange is None or exchange.stopped or source.paused_until > self.now or source is target:
-            return False
-        delay = self.network.delay(source.site, target.site)
-        return source.up and delay is not None and (delay < 1.0 or self.bulk_is_fast)
-
-    def lacks(self, exchange: Exchange, peer: PeerId) -> bool:
-        return peer not in exchange.bytes or (exchange.plan.topology == "reduce" and peer not in exchange.parts)
-
-    def reduce(self, node: Node, exchange: Exchange, holders: list[Node]) -> None:
-        plan, agree = exchange.plan, self.rules.on("parts_agree")
-        started = min(exchange.since.values(), default=self.now)
-        impatient = not agree and len(exchange.bytes) > 1 and self.now - started > CHUNK_DEADLINE
-        if exchange.part is None and (len(exchange.bytes) == len(plan.peers) or impatient):
-            exchange.part = tuple(exchange.headers[p].payload for p in plan.peers if p in exchange.bytes)
-        if exchange.part is not None:
-            exchange.parts[node.peer] = exchange.part
-        for holder in holders:
-            part = holder.exchanges[exchange.plan.digest].part
-            if part is not None:
-                exchange.parts[holder.peer] = part
-
-    def complete(self, exchange: Exchange) -> bool:
-        plan = exchange.plan
-        if len(exchange.headers) < len(plan.peers):
-            return False
-        if plan.topology == "gather":
-            return len(exchange.bytes) == len(plan.peers)
-        if len(exchange.parts) < len(plan.peers):
-            return False
-        listed = tuple(exchange.headers[p].payload for p in plan.peers)
-        return not self.rules.on("parts_agree") or all(part == listed for part in exchange.parts.values())
-
-    def assemble(self, node: Node, exchange: Exchange) -> None:
-        assert node.replica is not None
-        plan = exchange.plan
-        exchange.done = True
-        contributors = tuple(exchange.headers[p] for p in plan.peers if not exchange.headers[p].abstains)
-        if plan.topology == "gather":
-            parts: tuple[tuple[Digest, ...], ...] = (tuple(c.payload for c in contributors),)
-        else:
-            parts = tuple(tuple(x for x in exchange.parts[p] if x) for p in plan.peers)
-        body = digest_bytes(*(x for part in parts for x in (b"|", *part)))
-        self.bodies[body] = parts
-        voters = next_voters(node.replica.view, plan.peers, (c.peer for c in contributors), plan.round)
-        update = Update(
-            plan.round, plan.base, plan.topology, plan.shares, contributors, voters, body, 8 * len(contributors)
-        )
-        self.handle(node, ev.Assembled(plan.digest, update))
-
-    # -------------------------------------------------------------- fetching
-
-    def do_FetchHeld(self, node: Node, action: ev.FetchHeld) -> None:
-        self.at(self.now + 0.1, "fetch_held", (node.peer, node.life, action))
-
-    def on_fetch_held(self, what: tuple[PeerId, int, ev.FetchHeld]) -> None:
-        peer, life, action = what
-        node = self.alive(peer, life)
-        if node is None:
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until, "fetch_held", what)
-            return
-        for source in action.sources:
-            other = self.nodes.get(source)
-            if other is not None and self.answers(other, node):
-                held = other.disk.held
-                seals = [update.seal for update in other.disk.updates[-3:]]
-                if held is not None:
-                    seals.append(held.update.seal)
-                if action.held.update.seal in seals:
-                    self.handle(node, ev.FetchedHeld(action.held))
-                    return
-        self.at(self.now + 0.3, "event", (peer, life, ev.FetchFailed("held", "")))
-
-    def answers(self, source: Node, target: Node) -> bool:
-        there, back = self.network.delay(target.site, source.site), self.network.delay(source.site, target.site)
-        return source.up and source.paused_until <= self.now and there is not None and back is not None and there + back < 2.0
-
-    def do_CatchUp(self, node: Node, action: ev.CatchUp) -> None:
-        self.at(self.now + 0.2, "catch_up", (node.peer, node.life, action))
-
-    def on_catch_up(self, what: tuple[PeerId, int, ev.CatchUp]) -> None:
-        peer, life, action = what
-        node = self.alive(peer, life)
-        if node is None or node.replica is None:
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until, "catch_up", what)
-            return
-        mine = len(node.disk.updates)
-        for source in action.sources:
-            other = self.nodes.get(source)
-            if other is None or other is node or not self.answers(other, node) or len(other.disk.updates) <= mine:
-                continue
-            news = other.disk.updates[mine:]
-            state, skipped = None, 0
-            if len(news) > 2 and self.random.random() < 0.3:
-                skipped = len(news) - 1
-                state = Disk(self.founding, node.disk.view, updates=other.disk.updates[: mine + skipped]).log().state
-            for update in news:
-                self.check_commit(node, update)
-                self.append(node, update)
-            self.handle(node, ev.CaughtUp(tuple(news[skipped:]), state))
-            return
-        self.at(self.now + 0.3, "event", (peer, life, ev.FetchFailed("catch_up", "")))
-
-    # -------------------------------------------------------------- faults
-
-    def faults(self) -> None:
-        """Write this schedule's faults."""
-        r = self.random
-        self.heals = r.random() < 0.5
-        weights = WEIGHTS[self.bias]
-        kinds, shares = list(weights), list(weights.values())
-        when = r.uniform(2.0, 5.0)
-        while when < FAULTS_END - 2.0:
-            self.at(when, "fault", r.choices(kinds, shares)[0])
-            when += r.expovariate(0.12 if self.bias == "partial-hold" else 0.5)
-        if self.heals:
-            self.at(FAULTS_END, "heal", None)
-
-    def pick(self, leader: float = 0.5) -> Node | None:
-        """Some node that is up; the leader with this probability."""
-        up = [node for node in self.nodes.values() if node.replica is not None]
-        leaders = [node for node in up if node.replica is not None and node.replica.is_leader]
-        if leaders and self.random.random() < leader:
-            return self.random.choice(leaders)
-        return self.random.choice(up) if up else None
-
-    def on_fault(self, kind: str) -> None:
-        r, node = self.random, self.pick()
-        self.counts[f"fault {kind}"] += 1
-        if kind == "join" and len(self.nodes) < 6:
-            name = f"j{len(self.nodes)}{len(self.retired)}"
-            self.add(name, f"site-{name}", ("p0",), self.now)
-            return
-        if node is None:
-            return
-        if kind == "crash":
-            self.crash(node)
-        elif kind == "all":
-            for other in list(self.nodes.values()):
-                if other.up:
-                    self.crash(other)
-        elif kind == "armed":
-            commit = self.bias == "commit-crash" and r.random() < 0.6
-            node.armed = "commit" if commit else r.choice((*BROADCASTS, "any"))
-            if self.bias == "restarts" and r.random() < 0.6:
-                node.armed = "finished"
-        elif kind == "pause":
-            node.paused_until = self.now + r.choice((1.0, 4.0, 8.0))
-        elif kind == "partition":
-            sites = {n.site: r.randrange(2) for n in self.nodes.values()}
-            if r.random() < 0.5:
-                sites = {n.site: int(n is node) for n in self.nodes.values()}
-            self.network.groups = sites
-            self.at(self.now + r.choice((2.0, 5.0, 10.0)), "heal_network", None)
-        elif kind == "loss":
-            self.network.loss = r.choice((0.05, 0.2, 0.5))
-            self.at(self.now + 5.0, "heal_network", None)
-        elif kind == "slow":
-            late = r.choice((0.5, 2.0, 5.0, 9.0))
-            others = [n for n in self.nodes.values() if n is not node and r.random() < 0.8]
-            self.network.slow.update({(node.site, n.site): late for n in others})
-            self.at(self.now + r.choice((4.0, 10.0, 16.0)), "fast", node.site)
-        elif kind == "blackout":
-            node.armed, self.blackout = "commit", True
-        elif kind == "old-leader":
-            self.old_leader(node)
-        elif kind == "fsync":
-            node.fsync_fails = True
-        elif kind == "disk":
-            self.lose_disk(node)
-        elif kind == "leave":
-            self.handle(node, ev.LeaveWanted("drain"))
-
-    def old_leader(self, node: Node) -> None:
-        """`node` is heard late, and hears late, for about as long as the others follow it unheard."""
-        r = self.random
-        for other in self.nodes.values():
-            if other is not node:
-                self.network.slow[(node.site, other.site)] = r.uniform(1.5, 6.0)
-                if r.random() < 0.7:
-                    self.network.slow[(other.site, node.site)] = r.uniform(2.0, 6.0)
-                if r.random() < 0.2:
-                    other.armed = "stand"
-        until = self.now + r.choice((1.0, 3.2, 4.0, 8.0))
-        for other in self.nodes.values():
-            self.at(until, "fast", other.site)
-
-    def lose_disk(self, node: Node) -> None:
-        """The folder is gone: the site comes back with a new identity, or (without the rule) with its old one and no memory."""
-        self.crash(node)
-        if self.rules.on("identity_unit"):
-            self.retired.append(self.nodes.pop(node.peer))
-            peer = f"{node.peer[:2]}-{len(self.retired)}"
-            self.add(peer, node.site, ("p0",), self.now + 1.0)
-        else:
-            node.disk = Disk(self.founding, ("p0",))
-
-    def on_heal_network(self, _: Any) -> None:
-        self.network.groups, self.network.loss = {}, 0.0
-
-    def on_fast(self, site: str) -> None:
-        for pair in [pair for pair in self.network.slow if pair[0] == site]:
-            del self.network.slow[pair]
-
-    def on_heal(self, _: Any) -> None:
-        self.healed = True
-        self.network.heal()
-        self.at(self.now + 8.0, "look", None)
-        self.round_at_heal = max(self.committed, default=0)
-        needed = self.committed[self.round_at_heal][1].voters if self.committed else ("p0",)
-        # A leaver whose time was up before the others knew is still needed: somebody starts it again.
-        unknown = any(len(node.disk.updates) < self.round_at_heal for node in self.nodes.values() if not node.left)
-        for node in self.nodes.values():
-            node.paused_until, node.armed, node.fsync_fails = min(node.paused_until, self.now), "", False
-            if node.left and (node.peer in needed or unknown):
-                node.left = False
-            self.at(self.now + 0.1, "start", node.peer)
 
     # -------------------------------------------------------------- checks while it runs
 
