@@ -30,10 +30,11 @@ from geomesh_p2p.errors import ConfigError, DataError, RefusedError, TemporaryEr
 from geomesh_p2p.swarm.addresses import check_port_free, parse
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.exchanging import ExchangeSetup
 from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.planning import LeadersPlanner
-from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
+from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import ControlChannel

@@ -9,8 +9,9 @@ from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
-from geomesh_p2p.core.types import Founding
+from geomesh_p2p.core.types import Founding, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,20 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
         log, state = RoundLog(snapshot.manifest.state), OuterState(snapshot.anchor, snapshot.momentum)
         if snapshot.inner is not None:
             engine.load_inner(str(snapshot.inner))
-    while (found := store.read_update(log.round + 1)) is not None:
+    warnings = list(snapshot.problems) if snapshot is not None else []
+    while (found := _next_update(store, log.round + 1, warnings)) is not None:
         update, body = found
         log.append(update)
         apply_update(state, layout, codec, outer, update, body)
     engine.set_weights(state.anchor)
     residual = snapshot.residual if snapshot is not None and snapshot.manifest.round == log.round else None
-    return Resumed(log, state, residual, snapshot.problems if snapshot is not None else ())
+    return Resumed(log, state, residual, tuple(warnings))
+
+
+def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Update, bytes] | None:
+    """A damaged update is set aside: the others have a sound copy."""
+    try:
+        return store.read_update(round)
+    except DataError as error:
+        warnings.append(f"{error}: kept as {store.set_aside(round).name}, fetched again from the others")
+        return None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from geomesh_p2p.core.types import PeerId, Plan
 from geomesh_p2p.swarm.chunks import PART, StreamKey
 
-
 MOST_GROWTH = 4.0
 
 

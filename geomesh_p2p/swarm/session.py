@@ -19,9 +19,8 @@ from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, next_voters
+from geomesh_p2p.core.log import LogState, next_voters
 from geomesh_p2p.core.ports import (
-    AdoptState,
     Clock,
     FoldUpdate,
     LocalRound,
@@ -34,8 +33,10 @@ from geomesh_p2p.core.ports import (
 )
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Term, Update
+from geomesh_p2p.swarm.catching_up import CatchingUp
 from geomesh_p2p.swarm.donor import Donor, Fetcher
-from geomesh_p2p.swarm.exchange import Assembly, Exchange, ExchangeCodec, ExchangeInbox, ExchangeLimits, Missed
+from geomesh_p2p.swarm.exchange import Assembly
+from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSetup
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.rounds import RoundBook
@@ -69,13 +70,6 @@ class Planning:
     save: SaveSection
 
 
-@dataclass(frozen=True)
-class ExchangeSetup:
-    codec: ExchangeCodec
-    limits: ExchangeLimits
-    inbox_bytes: int
-
-
 class Session:
     """One peer's part in a run, from `run()` until it ends by itself, is halted, or has left.
 
@@ -92,15 +86,14 @@ class Session:
         self.book = RoundBook(profile.peer, around.membership, around.transport, around.observe, around.clock())
         self.outcome: tuple[int, str] | None = None
         self.crash: BaseException | None = None
-        self._setup = exchange
-        self._inbox = ExchangeInbox(exchange.inbox_bytes)
-        self._exchange: Exchange | None = None
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._bodies: dict[Digest, bytes | list[Any]] = {}
-        self._due_snapshots: dict[int, LogState] = {}
+        ears = DeskListeners(self._assembled, self._lost, self._refused, self.fail)
+        self.desk = ExchangeDesk(profile.peer, around.transport, around.store, exchange, ears)
         self._donor, self._fetcher = Donor(around.store, around.snapshots), Fetcher(around.transport)
+        self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._seen_sites: tuple[str, ...] = ()
         self._seen_phase: tuple[str, int, str] | None = None
         self._seen_leader: tuple[Term, PeerId] | None = None
 
@@ -115,7 +108,7 @@ class Session:
             await asyncio.wait([over, *loops], return_when=asyncio.FIRST_COMPLETED)
         finally:
             over.cancel()
-            await self._stop_exchange("shutdown")
+            await self.desk.stop("shutdown")
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -154,10 +147,7 @@ class Session:
             case _ if not members.heard(sender, now):
                 members.greet(sender, now)
             case _ if isinstance(message, EXCHANGE_MESSAGES):
-                if self._exchange is not None and message.plan == self._exchange.plan.digest:
-                    self._exchange.receive(sender, message)
-                else:
-                    self._inbox.keep(sender, message)
+                self.desk.receive(sender, message)
             case _:
                 if isinstance(message, msg.Finished):
                     self.book.member_finished(message, now, self.around.links.rtt_seconds(sender))
@@ -199,6 +189,7 @@ class Session:
             self._beat_now.clear()
             for acquaintance in list(self.around.membership.known.values()):
                 self.around.transport.send(acquaintance.peer, self._heartbeat())
+            self._show_members()
             try:
                 await asyncio.wait_for(self._beat_now.wait(), self.replica.s.timing.heartbeat_seconds)
                 await asyncio.sleep(0.005)  # several reasons to beat at once are one
@@ -228,7 +219,7 @@ class Session:
             case ev.SaveDurable(durable):
                 await asyncio.to_thread(store.save_durable, durable)
             case ev.SaveHeld(held):
-                await asyncio.to_thread(store.save_held, held, self._buffers(held.update))
+                await asyncio.to_thread(store.save_held, held, self.desk.body_of(held.update))
             case ev.AppendCommit(update):
                 await self._append(update)
             case ev.NeedPlan():
@@ -240,13 +231,11 @@ class Session:
             case ev.Rewind():
                 self.bench.drop()
             case ev.StartExchange(plan):
-                await self._start_exchange(plan)
+                await self.desk.start(plan, self._rates())
             case ev.MemberFinished(plan_digest, contribution):
-                if self._exchange is not None and self._exchange.plan.digest == plan_digest:
-                    self._exchange.member_finished(contribution)
+                self.desk.member_finished(plan_digest, contribution)
             case ev.StopExchange(plan_digest, reason):
-                if self._exchange is not None and self._exchange.plan.digest == plan_digest:
-                    await self._stop_exchange(reason)
+                await self.desk.stop(reason, plan_digest)
             case ev.FetchHeld(held, sources):
                 self._spawn(self._fetch_held(held, sources))
             case ev.CatchUp():
@@ -264,7 +253,7 @@ class Session:
                 self.around.observe(obs.PeerLost(fields["peer_id"], fields["peer_site"], fields["seconds"]))
 
     async def _append(self, update: Update) -> None:
-        body = self._buffers(update)
+        body = self.desk.body_of(update)
         await asyncio.to_thread(self.around.store.append, update, body)
         self._committed(update, body, self.replica.log.state)
 
@@ -276,7 +265,7 @@ class Session:
             if job.local is not None and any(c.payload == job.local.contribution.payload for c in update.contributors):
                 own = job.local.payload
             self.bench.drop()
-        self._bodies.clear()
+        self.desk.drop_bodies()
         self.book.committed(update, self.replica.term, self.around.membership.site_of(self.replica.leader))
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
@@ -328,82 +317,26 @@ class Session:
         if body is None:
             self._put(ev.FetchFailed("held", sources[0] if sources else ""))
             return
-        self._bodies[held.update.body] = body
+        self.desk.keep_body(held.update.body, [body])
         self._put(ev.FetchedHeld(held))
 
     async def _catch_up(self, wanted: ev.CatchUp) -> None:
-        """By updates while the sources still have them; else by their newest snapshot, then updates."""
-        begun, state = self.around.clock(), None
-        updates = await self._fetch_updates(self.replica.log.state, wanted)
-        if not updates:
-            state = await self._fetch_snapshot(wanted.sources)
-            if state is None:
-                self._put(ev.FetchFailed("catch_up", wanted.sources[0] if wanted.sources else ""))
-                return
-            updates = await self._fetch_updates(state, wanted)
-        reached = updates[-1].round if updates else (state.round if state else 0)
-        self.around.observe(obs.CaughtUpTo(reached, reached - self.replica.log.round, self.around.clock() - begun))
-        self._put(ev.CaughtUp(tuple(updates), state))
-
-    async def _fetch_updates(self, state: LogState, wanted: ev.CatchUp) -> list[Update]:
-        """What follows `state`, on disk and on its way into the anchor, as far as the sources have it and the chain holds."""
-        log, updates = RoundLog(state), []
-        for round in range(state.round + 1, wanted.round + 1):
-            found = await self._fetcher.update(round, wanted.sources)
-            if found is None:
-                break
-            update, body = found
-            try:
-                log.append(update)
-            except BrokenChain as broken:
-                self.around.observe(obs.Warned("refused_bytes", f"round {round} as fetched does not follow: {broken}"))
-                break
-            await asyncio.to_thread(self.around.store.append, update, [body])
-            self._committed(update, [body], log.state)
-            updates.append(update)
-        return updates
-
-    async def _fetch_snapshot(self, sources: tuple[PeerId, ...]) -> LogState | None:
-        """The newest snapshot that a source offers, if it is ahead: on disk, and on its way into the anchor."""
-        found = await self._fetcher.manifest(sources)
-        if found is None:
-            return None
-        snapshots = self.around.snapshots
+        begun, log = self.around.clock(), self.replica.log
         try:
-            manifest = snapshots.described(found[0])
-        except ValueError:
-            return None
-        if manifest.state.run != self.replica.log.run or manifest.state.round <= self.replica.log.round:
-            return None
-        receiver = await asyncio.to_thread(snapshots.receive, manifest)
-        others = [source for source in sources if source != found[1]]
-        if not await self._fetcher.snapshot(manifest.state.round, receiver, [found[1], *others]):
-            return None
-        await asyncio.to_thread(receiver.finish)
-        round = manifest.state.round
-        self.bench.put(AdoptState(round, lambda: snapshots.read_state(round)))
-        return manifest.state
+            adopted, updates = await self._catching_up.run(log.state, wanted)
+        except OSError as error:
+            self._put(ev.SaveFailed(str(error)))
+            return
+        if adopted is None and not updates:
+            self._put(ev.FetchFailed("catch_up", wanted.sources[0] if wanted.sources else ""))
+            return
+        reached = updates[-1].round if updates else adopted.round if adopted else log.round
+        self.around.observe(obs.CaughtUpTo(reached, reached - log.round, self.around.clock() - begun))
+        self._put(ev.CaughtUp(tuple(updates), adopted))
 
     # ---------------------------------------------------------------- the exchange
 
-    async def _start_exchange(self, plan: Plan) -> None:
-        """What an earlier attempt of the round brought need not come again."""
-        known = self._exchange.payloads() if self._exchange is not None and self._exchange.plan.round == plan.round else {}
-        await self._stop_exchange("another attempt")
-        self._exchange = Exchange(
-            self.profile.peer, plan, self.around.transport, self._setup.codec, self._setup.limits, _ExchangeEars(self, plan)
-        )
-        self._exchange.start(known)
-        for sender, message in self._inbox.take(plan.digest):
-            self._exchange.receive(sender, message)
-
-    async def _stop_exchange(self, reason: str) -> None:
-        if self._exchange is not None:
-            exchange, self._exchange = self._exchange, None
-            self._inbox.close(exchange.plan.digest)
-            await exchange.stop(reason)
-
-    def assembled(self, assembly: Assembly) -> None:
+    def _assembled(self, assembly: Assembly) -> None:
         """The exchange is complete here: name the update that it makes."""
         plan = assembly.plan
         update = Update(
@@ -416,25 +349,16 @@ class Session:
             body=assembly.body_digest,
             body_bytes=assembly.body_bytes,
         )
-        self._bodies[update.body] = list(assembly.body)
+        self.desk.keep_body(update.body, assembly.body)
         self._put(ev.Assembled(plan.digest, update))
 
-    def lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:
+    def _lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:
         sites = ", ".join(self.around.membership.site_of(peer) for peer in peers)
         self.around.observe(obs.Warned("exchange_late", f"round {plan.round}, attempt {plan.attempt}: {sites}: {why}"))
         self._put(ev.ExchangeLost(plan.digest, peers))
 
-    def _buffers(self, update: Update) -> list[Any]:
-        """The body of an update that is here: assembled, fetched, or in the held record on disk."""
-        if update.body_bytes == 0:
-            return []
-        body = self._bodies.get(update.body)
-        if body is None:
-            held = self.around.store.load_held()
-            if held is None or held[0].update.body != update.body:
-                raise RuntimeError(f"the body of round {update.round} is not here although the replica counts on it")
-            body = held[1]
-        return body if isinstance(body, list) else [body]
+    def _refused(self, peer: PeerId, reason: str) -> None:
+        self.around.observe(obs.Warned("refused_bytes", f"{self.around.membership.site_of(peer)} sent {reason}"))
 
     # ---------------------------------------------------------------- what the algorithm says
 
@@ -447,19 +371,37 @@ class Session:
 
     def _hand_in(self, job: Job) -> None:
         assert job.local is not None
-        if self._exchange is not None and self._exchange.plan.digest == job.wanted.digest:
-            self._exchange.contribute(job.local.contribution, job.local.payload)
+        self.desk.contribute(job.wanted.digest, job.local)
         self._put(ev.Trained(job.wanted.digest, job.local.contribution, job.local.result.seconds))
 
     def _folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
         self.around.history("anchor", {"round": update.round, "digest": update.digest, "part": part, "hash": part_hash})
         self.book.folded(update, codec_seconds, self.around.clock())
+        self._show_links()
 
     def _validated(self, round: int, nats: float, tokens: int) -> None:
         self.book.validated(round, nats, tokens)
         self._spawn(self._linger())
 
+    # ---------------------------------------------------------------- what observers are told
+
+    def _show_members(self) -> None:
+        members = self.around.membership
+        sites = tuple(sorted([members.me.site, *(a.site for a in members.live(self.around.clock()))]))
+        if sites != self._seen_sites:
+            self._seen_sites = sites
+            leader = members.site_of(self.replica.leader) if self.replica.leader else ""
+            self.around.observe(obs.MembersChanged(sites, leader, self.replica.term.number))
+
+    def _show_links(self) -> None:
+        for link in self.around.links.links_from(self.profile.peer):
+            site = self.around.membership.site_of(link.target)
+            self.around.observe(obs.LinkMeasured(site, link.rtt_seconds, link.bytes_per_second))
+
     # ---------------------------------------------------------------- small things
+
+    def _rates(self) -> dict[PeerId, float]:
+        return {link.target: link.bytes_per_second for link in self.around.links.links_from(self.profile.peer)}
 
     async def _linger(self) -> None:
         """Stay for those who still need the last commit, with a limit."""
@@ -505,28 +447,3 @@ class Session:
             self._seen_leader = leads
             site = self.around.membership.site_of(self.replica.leader) if self.replica.leader else ""
             self.around.observe(obs.LeaderChanged(self.replica.term.number, site, self.replica.is_leader))
-
-
-class _ExchangeEars:
-    """Listens to one exchange for the session; what comes from one that was stopped meanwhile does no harm."""
-
-    def __init__(self, session: Session, plan: Plan) -> None:
-        self._session = session
-        self._plan = plan
-
-    def assembled(self, assembly: Assembly) -> None:
-        self._session.assembled(assembly)
-
-    def lost(self, missed: tuple[Missed, ...]) -> None:
-        silent = max(m.silent_seconds for m in missed)
-        self._session.lost(self._plan, tuple(m.peer for m in missed), f"no bytes for {silent:.1f} s, whoever was asked")
-
-    def unequal(self, peers: tuple[PeerId, ...]) -> None:
-        self._session.lost(self._plan, peers, "averaged other contributions than this peer knows of")
-
-    def refused(self, peer: PeerId, reason: str) -> None:
-        site = self._session.around.membership.site_of(peer)
-        self._session.around.observe(obs.Warned("refused_bytes", f"{site} sent {reason}"))
-
-    def failed(self, error: BaseException) -> None:
-        self._session.fail(error)

@@ -22,11 +22,12 @@ from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.exchanging import ExchangeSetup
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.planning import LeadersPlanner
-from geomesh_p2p.swarm.session import ExchangeSetup, Planning, Session, Surroundings
+from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.train import LocalModel, train
 
 SIZE = 4096

@@ -1,0 +1,132 @@
+"""The exchange that is going on at this peer, what came too early for it, and the bodies of updates that are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.ports import LocalRound, Store, Transport
+from geomesh_p2p.core.types import Contribution, PeerId, Plan, Update
+from geomesh_p2p.swarm.exchange import (
+    Assembly,
+    Exchange,
+    ExchangeCodec,
+    ExchangeInbox,
+    ExchangeLimits,
+    ExchangeMessage,
+    Missed,
+)
+
+Body = list[Any]  # buffers, in order
+
+
+@dataclass(frozen=True)
+class ExchangeSetup:
+    codec: ExchangeCodec
+    limits: ExchangeLimits
+    inbox_bytes: int
+
+
+@dataclass(frozen=True)
+class DeskListeners:
+    """Whom the desk tells; all are called in the event loop."""
+
+    assembled: Callable[[Assembly], None]
+    lost: Callable[[Plan, tuple[PeerId, ...], str], None]
+    refused: Callable[[PeerId, str], None]
+    failed: Callable[[BaseException], None]
+
+
+class ExchangeDesk:
+    """At most one exchange at a time, that of the newest plan accepted."""
+
+    def __init__(self, me: PeerId, transport: Transport, store: Store, setup: ExchangeSetup, listeners: DeskListeners) -> None:
+        self._me, self._transport, self._store, self._setup, self._listeners = me, transport, store, setup, listeners
+        self._inbox = ExchangeInbox(setup.inbox_bytes)
+        self._current: Exchange | None = None
+        self._bodies: dict[Digest, Body] = {}
+
+    # ---------------------------------------------------------------- the exchange
+
+    async def start(self, plan: Plan, rates: dict[PeerId, float]) -> None:
+        """Begin with what has come already: early messages, and whole payloads of an earlier attempt of the round.
+        `rates` are bytes per second to other members, where known."""
+        known = self._current.payloads() if self._current is not None and self._current.plan.round == plan.round else {}
+        await self.stop("another attempt")
+        limits = replace(self._setup.limits, rates=rates)
+        self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
+        self._current.start(known)
+        for sender, message in self._inbox.take(plan.digest):
+            self._current.receive(sender, message)
+
+    async def stop(self, reason: str, plan: Digest | None = None) -> None:
+        """End the exchange (of `plan`, if given)."""
+        exchange = self._current
+        if exchange is not None and plan in (None, exchange.plan.digest):
+            self._current = None
+            self._inbox.close(exchange.plan.digest)
+            await exchange.stop(reason)
+
+    def receive(self, sender: PeerId, message: ExchangeMessage) -> None:
+        exchange = self._of(message.plan)
+        if exchange is not None:
+            exchange.receive(sender, message)
+        else:
+            self._inbox.keep(sender, message)
+
+    def member_finished(self, plan: Digest, contribution: Contribution) -> None:
+        if (exchange := self._of(plan)) is not None:
+            exchange.member_finished(contribution)
+
+    def contribute(self, plan: Digest, local: LocalRound) -> None:
+        if (exchange := self._of(plan)) is not None:
+            exchange.contribute(local.contribution, local.payload)
+
+    def _of(self, plan: Digest) -> Exchange | None:
+        return self._current if self._current is not None and self._current.plan.digest == plan else None
+
+    # ---------------------------------------------------------------- bodies
+
+    def keep_body(self, digest: Digest, body: Sequence[Any]) -> None:
+        self._bodies[digest] = list(body)
+
+    def body_of(self, update: Update) -> Body:
+        """The body of an update that is here: assembled, fetched, or in the held record on disk."""
+        if update.body_bytes == 0:
+            return []
+        body = self._bodies.get(update.body)
+        if body is not None:
+            return body
+        held = self._store.load_held()
+        if held is None or held[0].update.body != update.body:
+            raise RuntimeError(f"the body of round {update.round} is not here although the replica counts on it")
+        return [held[1]]
+
+    def drop_bodies(self) -> None:
+        self._bodies.clear()
+
+
+class _Ears:
+    """Listens to one exchange; what comes from one that was stopped meanwhile does no harm."""
+
+    def __init__(self, plan: Plan, listeners: DeskListeners) -> None:
+        self._plan, self._listeners = plan, listeners
+
+    def assembled(self, assembly: Assembly) -> None:
+        self._listeners.assembled(assembly)
+
+    def lost(self, missed: tuple[Missed, ...]) -> None:
+        silent = max(m.silent_seconds for m in missed)
+        why = f"no bytes for {silent:.1f} s, whoever was asked"
+        self._listeners.lost(self._plan, tuple(m.peer for m in missed), why)
+
+    def unequal(self, peers: tuple[PeerId, ...]) -> None:
+        self._listeners.lost(self._plan, peers, "averaged other contributions than this peer knows of")
+
+    def refused(self, peer: PeerId, reason: str) -> None:
+        self._listeners.refused(peer, reason)
+
+    def failed(self, error: BaseException) -> None:
+        self._listeners.failed(error)
