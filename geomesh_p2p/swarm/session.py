@@ -175,7 +175,8 @@ class Session:
             wait = self.replica.next_deadline() - self.around.clock()
             if wait > 0:
                 try:
-                    await asyncio.wait_for(self._woken.wait(), min(wait, 1.0))
+                    async with asyncio.timeout(min(wait, 1.0)):  # wait_for would lose a cancellation that meets the event
+                        await self._woken.wait()
                     continue
                 except TimeoutError:
                     pass
@@ -191,7 +192,8 @@ class Session:
                 self.around.transport.send(acquaintance.peer, self._heartbeat())
             self._show_members()
             try:
-                await asyncio.wait_for(self._beat_now.wait(), self.replica.s.timing.heartbeat_seconds)
+                async with asyncio.timeout(self.replica.s.timing.heartbeat_seconds):
+                    await self._beat_now.wait()
                 await asyncio.sleep(0.005)  # several reasons to beat at once are one
             except TimeoutError:
                 pass
