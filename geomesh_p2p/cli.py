@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from geomesh_p2p import __version__
-from geomesh_p2p.errors import ConfigError, GeoMeshError, UnreachableError
+from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError, UnreachableError
 
 if TYPE_CHECKING:
     from geomesh_p2p.loading import Resolved, SiteFile
@@ -49,9 +50,25 @@ def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
     except BrokenPipeError:                                       # the reader of our results has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if (code := _os_error_code(error)) == 1:
+            traceback.print_exc()
+        return code
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _os_error_code(error: OSError) -> int:
+    """Says in a line what a user can mend: a disk that is full, a place that cannot be written to. 1 for everything else."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        print(f"geomesh: {where}{error.strerror}: free some space and start again", file=sys.stderr)
+        return TemporaryError.exit_code
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR) and error.filename:
+        print(f"geomesh: {where}{error.strerror}: choose another place, or mend its rights", file=sys.stderr)
+        return ConfigError.exit_code
+    return 1
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -94,6 +111,15 @@ def _mesh(args: argparse.Namespace) -> int:
     resolved, sites = _resolve(args), load_sites(*args.sites)
     for warning in check_sites(resolved.config, sites):
         print(f"geomesh: {warning}", file=sys.stderr)
+    from geomesh_p2p.engine.documents import files
+
+    if resolved.config.dataset.paths:
+        files(resolved.config.dataset)
+    if any(site.config.device.name.startswith("cuda") for site in sites):
+        from geomesh_p2p.engine.device import choose_device
+
+        for site in sites:
+            choose_device(site.config.device.name, str(site.path))
     from geomesh_p2p.lab.mesh import run_mesh
 
     return run_mesh(Path(args.run), resolved.config, sites, args.overrides, args.log_format)
@@ -108,7 +134,9 @@ def _peer(args: argparse.Namespace) -> int:
         args.overrides["net.seeds"] = json.dumps([read_address(text, reach_seconds) for text in args.bootstrap])
     config = _resolve(args, site).config
     folder = Path(config.run.folder) / config.run.id / site.name
-    if not args.first and not config.net.seeds and not (folder / "identity.key").exists():
+    if args.first and not site.config.site.trains:
+        raise ConfigError(f"{site.path}: site.trains = false: an observer cannot found a run: start it with --bootstrap")
+    if not args.first and not config.net.seeds and not (folder / "founding.record").exists():
         raise ConfigError("net.seeds is empty: give an address with --bootstrap, or pass --first to start a new run")
     from geomesh_p2p.peer import PeerOptions, run_peer, torch_engine
 

@@ -194,7 +194,7 @@ class SiteSection(Section):
 
 
 class DeviceSection(Section):
-    name: str = "auto"
+    name: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
     """auto, cpu, cuda or cuda:N."""
     threads: PositiveInt | None = None
     """torch threads; None: torch's own choice (1 when emulated)."""

@@ -8,12 +8,14 @@ import logging
 import os
 import secrets
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
@@ -25,8 +27,9 @@ from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
 from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.files import Made, move_aside
 from geomesh_p2p.engine.resume import Resumed, resume
-from geomesh_p2p.errors import ConfigError, DataError, RefusedError, TemporaryError
+from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.addresses import check_port_free, parse
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
@@ -46,6 +49,7 @@ log = logging.getLogger("geomesh")
 CALIBRATION_SECONDS = 3.0
 EARLY_BYTES = 2**22   # of an exchange that has not begun here, beside four contributions
 
+T = TypeVar("T")
 MakeEngine = Callable[[RunConfig, SiteConfig, Callable[[Any], None]], LocalEngine]
 
 
@@ -69,15 +73,23 @@ class PeerOptions:
 def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine: MakeEngine = torch_engine) -> int:
     """Run one peer in the foreground until the run has ended, it has left, or it cannot go on. The exit code."""
     folder = Path(run.run.folder) / run.run.id / site.site.name
-    if run.run.fresh and folder.exists():
-        folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    if run.run.fresh and (aside := move_aside(folder)) is not None:
+        print(f"geomesh: the old folder was moved to {aside}", file=sys.stderr)
     peer = Peer(run, site, options, folder, make_engine)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(peer.main())
+    if peer.abandoned:
+        logging.shutdown()
+        os._exit(code)  # the interpreter's own end would meet a thread that is still at work in native code
+    return code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(peer.main())
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(peer.main())
+        return None
+    return uvloop.new_event_loop
 
 
 class Peer:
@@ -90,9 +102,13 @@ class Peer:
         self.name = site.site.name
         self.make_engine = make_engine
         self.observers: list[Callable[[Any], None]] = []
+        self.admission = Admission()
         self.control: ControlChannel | None = None
         self.session: Session | None = None
         self.stopping = ""
+        self.signal: signal.Signals | None = None
+        self.joined = False
+        self.abandoned = False
         self._main: asyncio.Task[Any] | None = None
 
     def observe(self, event: Any) -> None:
@@ -102,19 +118,28 @@ class Peer:
     # ---------------------------------------------------------------- from start to end
 
     async def main(self) -> int:
-        """Raises GeoMeshError for what a user can mend."""
-        with DiskStore(self.folder) as store, ExitStack() as closing:
-            logs.setup(self.options.log_format, self.name)
-            if retired := retire_identity_without_state(store, self.folder):
-                log.warning("%s", retired)
-            self._listen(asyncio.current_task())
-            self._save_config()
+        """Raises GeoMeshError for what a user can mend. Nothing is left of a start that did not come into the run, except
+        an identity that the run refused: others may be about to allow it."""
+        made = Made(self.folder)
+        with DiskStore(self.folder) as store:
+            self.joined = store.load_founding() is not None
             try:
-                return await self._with_transport(store, closing)
-            except asyncio.CancelledError:
-                if not self.stopping:
+                with ExitStack() as closing:
+                    return await self._from_start_to_end(store, closing)
+            except (GeoMeshError, OSError, asyncio.CancelledError) as error:
+                if not self.joined:
+                    made.undo(keep="identity.key" if isinstance(error, RefusedError) else "")
+                if not isinstance(error, asyncio.CancelledError) or not self.stopping:
                     raise
                 return self._ended(0, f"stopped before the run was joined: {self.stopping}")
+
+    async def _from_start_to_end(self, store: DiskStore, closing: ExitStack) -> int:
+        logs.setup(self.options.log_format, self.name)
+        if retired := retire_identity_without_state(store, self.folder):
+            log.warning("%s", retired)
+        self._listen(asyncio.current_task())
+        self.admission = self._admission()
+        return await self._with_transport(store, closing)
 
     async def _with_transport(self, store: DiskStore, closing: ExitStack) -> int:
         front = FrontDoor()
@@ -134,15 +159,17 @@ class Peer:
             await transport.stop()
 
     async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
-        engine = await asyncio.to_thread(self.make_engine, self.run, self.site, self.observe)
-        self._save_config(parameters=engine.parameters)
+        engine = await self._in_thread(lambda: self.make_engine(self.run, self.site, self.observe))
         await self._calibrate(engine)
-        fingerprint = digest("settings", list(engine.settings.items()))
-        me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, engine.settings)
-        membership = Membership(me, self._admission(), transport.send, self.run.net.heartbeat_limit_seconds)
+        settings_in_words = {"run.id": self.run.run.id, **engine.settings}
+        fingerprint = digest("settings", list(settings_in_words.items()))
+        me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, settings_in_words)
+        membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds)
         front.membership = membership
         founding = me.founding = await self._founding(store, engine, transport, membership)
         transport.run = founding.run
+        self.joined = True
+        self._save_config(engine.parameters, me.settings)
 
         snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
         settings = (engine.layout, self.run.codec, self.run.outer)
@@ -150,12 +177,13 @@ class Peer:
         for warning in resumed.warnings:
             log.warning("%s", warning)
         me.round, me.digest = resumed.log.round, resumed.log.digest
-        profile = Profile(transport.peer, self.name, engine.device_label, await asyncio.to_thread(engine.measure))
+        profile = Profile(transport.peer, self.name, engine.device_label, await self._in_thread(engine.measure))
         (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
 
         directory = Directory(transport, self.run.run.id)
         await directory.start()
         meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory))
+        meeting.add_done_callback(self._met)
         try:
             local = (engine, resumed, founding)
             session = self.session = self._session(store, snapshots, transport, membership, profile, local)
@@ -176,6 +204,7 @@ class Peer:
             assert session.outcome is not None
             return self._ended(*session.outcome)
         finally:
+            meeting.remove_done_callback(self._met)
             meeting.cancel()
             await asyncio.gather(meeting, return_exceptions=True)
             await directory.stop()
@@ -186,21 +215,56 @@ class Peer:
         loop = asyncio.get_running_loop()
         self._main = main
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, f"signal {number.name}")
+            loop.add_signal_handler(number, self._on_signal, number)
         if self.options.control_fd_in is not None and self.options.control_fd_out is not None:
             self.control = ControlChannel(self.options.control_fd_in, self.options.control_fd_out)
             self.control.start(lambda: self._stop("the mesh that started this peer is gone"))
             self.observers.append(self.control)
 
-    def _save_config(self, **found: Any) -> None:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """`work` in a thread that nobody waits for if this is cancelled: it may take minutes."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: Callable[[Any], None], value: Any) -> None:
+            if not done.done():
+                result(value)
+
+        def run() -> None:
+            try:
+                outcome: tuple[Callable[[Any], None], Any] = (done.set_result, work())
+            except BaseException as error:
+                outcome = (done.set_exception, error)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(tell, *outcome)
+
+        threading.Thread(target=run, name="start", daemon=True).start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self.abandoned = True
+            raise
+
+    def _save_config(self, parameters: int, settings: dict[str, str]) -> None:
         """The resolved configuration, and what was found out besides."""
-        resolved = {"run": self.run.model_dump(mode="json"), "site": self.site.model_dump(mode="json"), **found}
-        (self.folder / "config.json").write_text(json.dumps(resolved, indent=1))
+        resolved = {
+            "run": self.run.model_dump(mode="json"),
+            "site": self.site.model_dump(mode="json"),
+            "parameters": parameters,
+            "settings": settings,
+        }
+        replace_text(self.folder / "config.json", json.dumps(resolved, indent=1))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """The first time: leave in good order. The second time: at once."""
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+        self._stop(f"signal {number.name}")
 
     def _stop(self, reason: str) -> None:
-        """The first time: leave in good order. The second time: at once."""
         if self.stopping:
-            os._exit(130)
+            return
         self.stopping = reason
         if self.session is not None:
             self.session.leave(reason)
@@ -221,12 +285,14 @@ class Peer:
         (self.folder / "port").write_text(str(parse(addresses[0], "net.announce").port))
         log.info("others join with: --bootstrap %s", addresses[0])
         if self.options.address_file:
-            path = Path(self.options.address_file)
-            aside = path.with_name(f"{path.name}.{os.getpid()}")
-            aside.write_text(addresses[0] + "\n")
-            aside.replace(path)
+            replace_text(Path(self.options.address_file), addresses[0] + "\n")
         if self.control is not None:
             self.control.tell("address", address=addresses[0])
+
+    def _met(self, meeting: asyncio.Future[None]) -> None:
+        error = None if meeting.cancelled() else meeting.exception()
+        if error is not None and self.session is not None:
+            self.session.fail(error)
 
     def _daemon_died(self, code: int, output: str) -> None:
         if self.session is not None:
@@ -234,7 +300,7 @@ class Peer:
 
     def _admission(self) -> Admission:
         net = self.run.net
-        secret = Path(net.join_secret_file).read_bytes().strip() if net.join_secret_file else b""
+        secret = read_secret(Path(net.join_secret_file)) if net.join_secret_file else b""
         if not secret and not net.allow:
             log.info("this run is open: whoever reaches it may join (see net.allow and net.join_secret_file)")
         return Admission(frozenset(net.allow), secret)
@@ -257,7 +323,8 @@ class Peer:
         """The run's founding record: from disk, made here (--first), or from the first peer that answers."""
         founding = store.load_founding()
         if founding is not None and founding.fingerprint != membership.me.fingerprint:
-            raise RefusedError(f"{self.folder} is of a run with other settings: choose another run.id, or pass --run.fresh")
+            differ = membership.differences(old_settings(self.folder))
+            raise RefusedError(f"{self.folder} is of other settings: {differ}: choose another run.id, or pass --run.fresh")
         if founding is None:
             if self.options.first:
                 founding = found(membership, self.run.run.seed, engine.weights_digest)
@@ -322,9 +389,11 @@ class Peer:
 
     def _ended(self, exit_code: int, reason: str) -> int:
         log.info("%s", reason)
+        if exit_code == 0 and self.signal is not None:
+            exit_code = 128 + self.signal
         if self.control is not None:
             self.control.tell("exit", exit_code=exit_code, reason=reason)
-        return 130 if exit_code == 0 and self.stopping == "signal SIGINT" else exit_code
+        return exit_code
 
 
 class FrontDoor:
@@ -340,12 +409,38 @@ class FrontDoor:
         elif self.membership is not None and isinstance(message, Hello):
             self.membership.on_hello(sender, message, time.monotonic())
         elif self.membership is not None and isinstance(message, Refused):
-            self.membership.refused_me = message
+            self.membership.on_refused(sender, message)
 
     async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
         return await self.session.answer(sender, fetch)
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises ConfigError; an empty secret would open the run to everybody."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"net.join_secret_file = {str(path)!r} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise ConfigError(f"net.join_secret_file = {str(path)!r} is empty: write the run's secret to it")
+    return secret
+
+
+def old_settings(folder: Path) -> str:
+    """The settings that config.json in `folder` was saved with, as JSON; "" if they cannot be read."""
+    try:
+        return json.dumps(json.loads((folder / "config.json").read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Whole or not at all, for those who read it meanwhile."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def remembering_port(net: NetSection, memory: Path) -> NetSection:

@@ -29,18 +29,19 @@ EMULATED_SHARE = 0.8
 """Share of its fair part of this host that the fastest emulated peer uses; the rest absorbs noise."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The torch device for `device.name`. Raises ConfigError if it is not there."""
+def choose_device(name: str, file: str = "") -> torch.device:
+    """The torch device for `device.name` (in `file`, for the error). Raises ConfigError if it is not there."""
+    where = f"{file}: device.name" if file else "device.name"
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
     kind, _, index = name.partition(":")
     if kind != "cuda" or (index and not index.isdigit()):
-        raise ConfigError(f"device.name is {name!r}: give auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"{where} is {name!r}: give auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
-        raise ConfigError(f"device.name is {name!r}, but this host has {count} CUDA devices; give cpu, auto or an existing one")
+        raise ConfigError(f"{where} is {name!r}, but this host has {count} CUDA devices; give cpu, auto or an existing one")
     return torch.device("cuda", int(index or 0))
 
 

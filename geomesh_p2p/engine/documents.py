@@ -27,12 +27,12 @@ def documents(section: DatasetSection) -> Iterator[str]:
     if section.source == "python-stdlib":
         yield from _python_stdlib()
         return
-    for path in _files(section):
+    for path in files(section):
         yield from _jsonl(path, section.field) if section.source == "jsonl" else _text(path)
 
 
-def _files(section: DatasetSection) -> list[str]:
-    """All files that the patterns name, each once, ordered by pattern and then by name."""
+def files(section: DatasetSection) -> list[str]:
+    """All files that the patterns name, each once, ordered by pattern and then by name. Raises DataError as documents does."""
     if not section.paths:
         raise DataError(f"dataset.paths is empty: give the files to read with dataset.source = {section.source!r}")
     found: dict[str, None] = {}

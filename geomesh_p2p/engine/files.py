@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ RESERVE_BYTES = 16 * 2**20
 
 class DiskFullError(TemporaryError, OSError):
     """There is not enough space for what is to be written; nothing was written."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 def require_space(folder: Path, size_bytes: int) -> None:
@@ -110,7 +114,12 @@ class FolderLock:
         except BlockingIOError:
             owner = os.read(self._descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(self._descriptor)
-            raise TemporaryError(f"{folder} is in use by process {owner}: stop it, or give this peer another name") from None
+            raise TemporaryError(
+                f"{folder} is in use by process {owner}: stop it, or give this peer another site.name"
+            ) from None
+        if not _is_at(self._descriptor, folder / ".lock"):  # its holder has just cleared the folder
+            os.close(self._descriptor)
+            raise TemporaryError(f"{folder} was in use until now: start again")
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
@@ -118,3 +127,51 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------- what a start has made
+
+
+class Made:
+    """What is made in `folder` from here on; `undo` takes it away again, and with it the folders that there were not."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._before = set(os.listdir(folder)) if folder.is_dir() else set()
+
+    def undo(self, keep: str = "") -> None:
+        """Only while this process holds the folder's lock. `keep` names a file to leave where it is."""
+        for path in self._folder.iterdir():
+            if path.name in self._before or path.name == keep:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for folder in self._folders:
+            try:
+                folder.rmdir()
+            except OSError:  # not empty: somebody else's, or kept
+                break
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename `folder` to a name with the time in it, and say which; None if it is not there. Raises TemporaryError if another
+    process is at work in it."""
+    if not folder.is_dir():
+        return None
+    lock = FolderLock(folder)
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.rename(aside)
+    finally:
+        lock.release()
+    return aside

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.engine.files import Made
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.control import Child
 from geomesh_p2p.lab.report import write_report
@@ -28,6 +29,7 @@ from geomesh_p2p.loading import SiteFile
 
 # The fastest emulated device gets this share of what one of N peers can really do on this host.
 EMULATED_SHARE = 0.8
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GEOMESH = (sys.executable, "-m", "geomesh_p2p.cli")
 
 
@@ -74,7 +76,7 @@ def run_mesh(
 ) -> int:
     """Run all `sites` to the end of the run. Returns 0 if every peer reached run.rounds, else the worst child's code;
     130 or 143 after a stop by SIGINT or SIGTERM; 75 if the rest had to be stopped. Writes report.json and report.md below
-    the run's folder.
+    the run's folder. Of a new run in which a peer could not start, only the logs are left.
 
     Raises TemporaryError if another mesh is at work on this run.
     """
@@ -85,9 +87,18 @@ def run_mesh(
             if aside is not None:
                 print(f"geomesh: the old run was moved to {aside}", file=sys.stderr)
         folder.mkdir(parents=True, exist_ok=True)
+        is_new = not any((folder / site.name / "founding.record").exists() for site in sites)
+        made = [Made(folder / site.name) for site in sites]
         commands = peer_commands(run_path, folder, sites, overrides, log_format, geomesh)
         mesh = _Mesh(run, folder, sites, limits)
         code = asyncio.run(mesh.run(commands))
+        if mesh.failed_to_start:
+            if is_new:
+                (folder / "mesh.json").unlink(missing_ok=True)
+                for files in made:
+                    files.undo(keep="peer.log")
+            print(f"geomesh: {mesh.failed_to_start}", file=sys.stderr)
+            return code
         write_report(folder, run, [site.name for site in sites], mesh.state.time_scale)
     print(f"geomesh: report in {folder / 'report.md'}", file=sys.stderr)
     return code
@@ -182,7 +193,8 @@ class _Mesh:
         self.stop_signal: signal.Signals | None = None
         self.killing = False
         self.stopping_since: float | None = None
-        self.failed_to_start: int | None = None
+        self.failed_to_start = ""
+        self.failure_code = 0
         self.gave_up = False
         self.console = Console(stderr=False)
         self.live: Live | None = None
@@ -316,21 +328,28 @@ class _Mesh:
         self._print_rounds()
         if code == 0 or self.stopping_since is not None:
             return
-        self._say(f"geomesh: {child.site} ended with code {code} in round {view.round + 1}; the end of {child.log}:")
-        for line in child.last_lines():
-            self._say(f"    {line}")
-        if not any(view.rounds for view in self.views.values()):
-            self.failed_to_start = code
+        lines = child.last_lines()
+        reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else ""
+        at_start = not any(view.rounds for view in self.views.values())
+        if reason and not at_start:
+            self._say(f"geomesh: {child.site} ended with code {code} in round {view.round + 1}: {reason}")
+        elif not reason:
+            self._say(f"geomesh: {child.site} ended with code {code} in round {view.round + 1}; the end of {child.log}:")
+            for line in lines:
+                self._say(f"    {line}")
+        if at_start:
+            self.failed_to_start = f"{child.site} could not start: {reason or f'code {code}'} (its log: {child.log})"
+            self.failure_code = code
             self._stop(f"{child.site} could not start: the others are stopped")
 
     def _exit_code(self) -> int:
         if self.stop_signal is not None:
             return 128 + self.stop_signal
-        if self.failed_to_start is not None:
-            return self.failed_to_start
+        if self.failed_to_start:
+            return self.failure_code
         if len(self._finished()) == len(self.sites):
             return 0
-        worst = max(child.code or 0 for child in self.children.values())
+        worst = max((code for child in self.children.values() if (code := child.code or 0) not in STOPPED), default=0)
         return worst or (TemporaryError.exit_code if self.gave_up else 0)
 
     # ------------------------------------------------------------ what a person sees

@@ -8,8 +8,9 @@ import time
 
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.types import Founding
-from geomesh_p2p.errors import DataError, RefusedError, UnreachableError
+from geomesh_p2p.core.messages import Refused
+from geomesh_p2p.core.types import Founding, PeerId
+from geomesh_p2p.errors import ConfigError, DataError, RefusedError, UnreachableError
 from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.transport import Libp2pTransport
@@ -25,17 +26,28 @@ def found(membership: Membership, seed: int, weights: Digest) -> Founding:
 
 
 async def join(transport: Libp2pTransport, membership: Membership, net: NetSection, weights: Digest) -> Founding:
-    """The founding record of the run behind the seeds. Raises UnreachableError, RefusedError, or DataError if this peer's
-    initial weights are not the run's."""
+    """The founding record of the run behind the seeds. Raises UnreachableError, RefusedError, ConfigError if there is nobody
+    else to ask, or DataError if this peer's initial weights are not the run's.
+
+    A refusal that may pass (a name is taken until its holder, perhaps this peer's former self, is taken for lost) is final
+    once it has stood for twice that long."""
     deadline = time.monotonic() + net.reach_seconds
     seeds = await transport.connect_seeds(net.seeds)
+    if not seeds:
+        raise ConfigError("net.seeds names nobody but this peer: give the address of another one, or pass --first")
+    refused_since = None
     while (founding := membership.heard_founding) is None:
-        refused = membership.refused_me
-        if refused is not None and refused.final:
-            raise RefusedError(f"the run refuses this peer: {refused.reason}")
-        if time.monotonic() > deadline:
-            said = f": {refused.reason}" if refused else ""
-            raise UnreachableError(f"no answer from the run after {net.reach_seconds:g} s (net.reach_seconds){said}")
+        now = time.monotonic()
+        refused = next((membership.refused_by[seed] for seed in seeds if seed in membership.refused_by), None)
+        if refused is not None:
+            refused_since = refused_since or now
+            if refused.final or now > min(deadline, refused_since + 2 * net.heartbeat_limit_seconds):
+                raise refusal(refused)
+        elif now > deadline:
+            raise UnreachableError(
+                f"no answer from the run within {net.reach_seconds:g} s (net.reach_seconds), though a seed is there: "
+                "it may still be starting, try again"
+            )
         for peer in seeds:
             membership.greet(peer, time.monotonic())
         await asyncio.sleep(0.05)
@@ -44,13 +56,22 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
     return founding
 
 
+def refusal(refused: Refused) -> RefusedError:
+    return RefusedError(f"the run refuses this peer: {' '.join(refused.reason.split())}")
+
+
 async def keep_meeting(transport: Libp2pTransport, membership: Membership, net: NetSection, directory: Directory) -> None:
-    """Keep the own record alive in the directory, and greet whom it lists, until cancelled."""
+    """Keep the own record alive in the directory, and greet whom it lists, until cancelled. Raises RefusedError if a seed
+    refuses this peer and there is nobody else."""
     me, addresses = membership.me, transport.addresses()
-    for seed in await transport.connect_seeds(net.seeds, required=False):
+    seeds: tuple[PeerId, ...] = await transport.connect_seeds(net.seeds, required=False)
+    for seed in seeds:
         membership.greet(seed, time.monotonic())
     eager_until = time.monotonic() + net.reach_seconds
     while True:
+        refused = [membership.refused_by[seed] for seed in seeds if seed in membership.refused_by]
+        if not membership.known and refused and refused[0].final:
+            raise refusal(refused[0])
         run = me.founding.run if me.founding else b""
         await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
         for record in await directory.peers():

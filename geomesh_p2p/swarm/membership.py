@@ -76,7 +76,7 @@ class Membership:
         self.limit_seconds = limit_seconds
         self.known: dict[PeerId, Acquaintance] = {}
         self.refused: dict[PeerId, str] = {}
-        self.refused_me: Refused | None = None
+        self.refused_by: dict[PeerId, Refused] = {}
         self.heard_founding: Founding | None = None
         self._send = send
         self._greeted: dict[PeerId, float] = {}
@@ -124,6 +124,13 @@ class Membership:
             self.greet(sender, now)
         return True
 
+    def on_refused(self, sender: PeerId, message: Refused) -> bool:
+        """Whether this is news. Counts only from a peer that was greeted."""
+        if sender not in self._greeted or self.refused_by.get(sender) == message:
+            return False
+        self.refused_by[sender] = message
+        return True
+
     def _learn_founding(self, hello: Hello) -> None:
         try:
             founding = unpack_record(Founding, hello.founded)
@@ -164,18 +171,18 @@ class Membership:
             theirs, ours = hello.run.hex()[:12], self.me.founding.run.hex()[:12]
             return f"run {theirs} is not {ours}: another run has this name, or its folder is of an older one", True
         if hello.fingerprint != self.me.fingerprint:
-            return f"settings differ: {self.differences(hello.settings)}", True
+            return f"settings differ: {self.differences(hello.settings)}: use the run file of the run's other peers", True
         if (reason := self.admission.refusal(self.me.peer, sender, hello.proof)) != "":
             return reason, True
         if hello.site == self.me.site:
-            return f"site name {hello.site!r} is taken by {self.me.peer}", True
+            return f"site.name {hello.site!r} is taken by {self.me.peer}: give this site another", True
         for other in self.live(now):
             if other.site == hello.site and other.peer != sender:
-                return f"site name {hello.site!r} is taken by {other.peer} (heard {now - other.heard_at:.0f} s ago)", False
+                return f"site.name {hello.site!r} is taken by {other.peer}: give this site another", False
         return "", False
 
     def differences(self, settings: str) -> str:
-        """The fields of the fingerprint that differ: `name: theirs, ours`. `settings` is untrusted JSON."""
+        """The fields of the fingerprint that differ, in one line. `settings` are the other end's, as untrusted JSON."""
         try:
             theirs = json.loads(settings)
             if not isinstance(theirs, dict):
@@ -184,5 +191,5 @@ class Membership:
             return "the other end's settings cannot be read"
         ours = self.me.settings
         names = [name for name in sorted({*theirs, *ours}) if str(theirs.get(name)) != ours.get(name)]
-        parts = [f"{n} is {str(theirs.get(n, 'absent'))[:80]}, here {ours.get(n, 'absent')[:80]}" for n in names]
+        parts = [f"{n} is {str(theirs.get(n, 'absent'))[:80]}, not {ours.get(n, 'absent')[:80]}" for n in names]
         return "; ".join(parts[:8]) or "fingerprints differ though all named fields are equal"

@@ -134,9 +134,8 @@ class Session:
                 if members.on_hello(sender, message, now):
                     self._beat_now.set()
             case msg.Refused():
-                if members.refused_me != message:
+                if members.on_refused(sender, message):
                     self.around.observe(obs.Warned("refused", f"{members.site_of(sender)} refuses this peer: {message.reason}"))
-                members.refused_me = message
             case msg.Heartbeat():
                 if members.on_heartbeat(sender, message, now):
                     self.around.transport.send(sender, msg.HeartbeatEcho(message.sent_at))

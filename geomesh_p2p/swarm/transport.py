@@ -125,7 +125,7 @@ class Libp2pTransport:
     async def connect_seeds(self, seeds: Sequence[str], required: bool = True) -> tuple[PeerId, ...]:
         """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not.
 
-        If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a line
+        If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a reason
         per address if `required`, else nobody was reached.
         """
         targets = [parse(seed, "net.seeds") for seed in seeds]
@@ -144,10 +144,10 @@ class Libp2pTransport:
                 task.cancel()
         reached = tuple(target.peer for target in targets if target.text not in outcomes)
         if not reached and required:
-            lines = "".join(f"\n  {address}: {why}" for address, why in outcomes.items())
+            reasons = "; ".join(f"{address}: {why}" for address, why in outcomes.items())
             raise UnreachableError(
-                f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): check that a peer of the run is up "
-                f"at one of these addresses and that its port is open{lines}"
+                f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): {reasons}: check that a peer of "
+                "the run is up there and that its port is open"
             )
         for address, why in outcomes.items():
             self._on_warning("seed_unreachable", f"seed {address}: {why}")

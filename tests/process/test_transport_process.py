@@ -142,15 +142,14 @@ async def test_some_dead_seeds_are_a_warning_each(opened: Opener) -> None:
     assert "another peer answers" in texts
 
 
-async def test_no_seed_at_all_is_unreachable_with_a_line_each(opened: Opener) -> None:
+async def test_no_seed_at_all_is_unreachable_with_a_reason_each(opened: Opener) -> None:
     stranger = load_identity_of_nobody()
     seeds = [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{stranger}" for _ in range(2)]
     b = await opened("b", reach_seconds=1.0)
     with pytest.raises(UnreachableError, match=r"net\.reach_seconds") as caught:
         await b.connect_seeds(seeds)
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.split(": ")[0].strip() for line in lines] == seeds
-    assert all("refused" in line for line in lines)
+    assert "\n" not in str(caught.value)
+    assert all(f"{seed}: connection refused" in str(caught.value) for seed in seeds)
     assert await b.connect_seeds(seeds, required=False) == ()
 
 
