@@ -168,8 +168,6 @@ class Peer:
         front.membership = membership
         founding = me.founding = await self._founding(store, engine, transport, membership)
         transport.run = founding.run
-        self.joined = True
-        self._save_config(engine.parameters, me.settings)
 
         snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
         settings = (engine.layout, self.run.codec, self.run.outer)
@@ -330,8 +328,11 @@ class Peer:
                 founding = found(membership, self.run.run.seed, engine.weights_digest)
             else:
                 founding = await join(transport, membership, self.run.net, engine.weights_digest)
+        self._save_config(engine.parameters, membership.me.settings)
+        if not self.joined:
             store.save_durable(Durable(NO_TERM, False))
             store.save_founding(founding)
+            self.joined = True
         return founding
 
     def _session(
@@ -458,12 +459,14 @@ def remembering_port(net: NetSection, memory: Path) -> NetSection:
 def retire_identity_without_state(store: DiskStore, folder: Path) -> str:
     """An identity whose promises (term, vote, plan) are lost must not speak again: it could break them. Says so, or ""."""
     key = folder / "identity.key"
-    if not key.exists() or store.load_founding() is None:
+    if store.load_founding() is None:
         return ""
     with suppress(DataError):
         if store.load_durable() is not None:
             return ""
-    key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
+    if key.exists():
+        key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
+    store.save_durable(Durable(NO_TERM, False))
     return f"{folder}: what this peer had promised is lost (state.record): it takes a new identity"
 
 
