@@ -272,10 +272,16 @@ class Replica:
             self.election.leader_gone()
         self._higher(beat.term)
         self._learn(sender, beat.round, beat.digest)
+        self._look_around()
         if self.leading is not None:
             if beat.round == s.round - 1 and s.last_update is not None:
                 s.send(sender, m.Commit(s.term, s.last_update))
             self.leading.heard()
+
+    def _look_around(self) -> None:
+        """A peer that (re)starts says that it is ready only once it has what the others it hears have."""
+        s = self.s
+        s.up_to_date = s.up_to_date or s.round >= max((other.beat.round for other in s.peers.values()), default=s.round + 1)
 
     def _learn(self, peer: PeerId, round: int, digest: Digest) -> None:
         soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None
@@ -374,6 +380,7 @@ class Replica:
                 s.diverged(update.round, update.digest, "")
         if s.held is not None and s.held.update.round <= s.round:
             s.held = None
+        self._look_around()
         self._next_offer()
 
     # -------------------------------------------------------------- leaving
@@ -494,7 +501,7 @@ class Replica:
             "digest": s.log.digest,
             "phase": self.phase,
             "trains": s.settings.trains,
-            "ready": s.ready,
+            "ready": s.ready and s.up_to_date,
             "leaving": bool(s.leaving),
             "profile": s.profile,
         }

@@ -58,6 +58,7 @@ class State:
         self.last_update: Update | None = None
         self.halted = False
         self.catching_up = False
+        self.up_to_date = set(log.voters) <= {me}  # latched: a peer that comes back does not know yet what it has missed
 
     # -------------------------------------------------------------- reading
 

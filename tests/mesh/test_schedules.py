@@ -21,7 +21,7 @@ WITHOUT = {
     "newest_attempt": ("late-reports", 553, "another update for round"),
     "count_view": ("slow-out", 1, "no quorum of"),
     "ranges_within": ("partitions", 1, "credited already"),
-    "no_retrain": ("restarts", 596, "two contributions for one plan"),
+    "no_retrain": ("restarts", 353, "two contributions for one plan"),
     "held_again": ("partial-hold", 706, "another update for round"),
     "stop_lower_terms": ("old-leader", 317, "another update for round"),
     "identity_unit": ("restarts", 8, "another update for round"),

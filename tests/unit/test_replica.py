@@ -173,3 +173,15 @@ def test_nothing_is_planned_with_fewer_than_min_peers(min_peers: int, plans: boo
 def test_the_final_round_is_the_last_one_planned() -> None:
     lone = replica("a", view="a", final_round=3)
     assert not of_kind(lone.handle(ev.Tick(), 60.0), ev.NeedPlan)
+
+
+def test_a_peer_that_comes_back_is_ready_only_once_it_has_what_the_others_have() -> None:
+    back = replica("b")
+    assert not back.heartbeat_fields()["ready"], "it has heard nobody yet"
+    back.handle(beat("a", round=5, digest=b"5" * 32), 1.0)
+    assert not back.heartbeat_fields()["ready"], "the run is two rounds ahead"
+    level = replica("b")
+    level.handle(beat("a"), 1.0)
+    assert level.heartbeat_fields()["ready"]
+    level.handle(beat("c", round=4, digest=b"4" * 32), 1.1)
+    assert level.heartbeat_fields()["ready"], "a commit that is on its way must not make a member unready"
