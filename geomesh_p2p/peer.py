@@ -27,7 +27,7 @@ from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
 from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.files import Made, move_aside
+from geomesh_p2p.engine.files import Made, move_aside, require_space
 from geomesh_p2p.engine.resume import Resumed, resume
 from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.addresses import check_port_free, parse
@@ -73,6 +73,7 @@ class PeerOptions:
 def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine: MakeEngine = torch_engine) -> int:
     """Run one peer in the foreground until the run has ended, it has left, or it cannot go on. The exit code."""
     folder = Path(run.run.folder) / run.run.id / site.site.name
+    require_space(folder, 0)
     if run.run.fresh and (aside := move_aside(folder)) is not None:
         print(f"geomesh: the old folder was moved to {aside}", file=sys.stderr)
     peer = Peer(run, site, options, folder, make_engine)
@@ -129,6 +130,8 @@ class Peer:
             except (GeoMeshError, OSError, asyncio.CancelledError) as error:
                 if not self.joined:
                     made.undo(keep="identity.key" if isinstance(error, RefusedError) else "")
+                if isinstance(error, OSError) and error.filename is None:
+                    error.filename = str(self.folder)  # a failed write does not know of what
                 if not isinstance(error, asyncio.CancelledError) or not self.stopping:
                     raise
                 return self._ended(0, f"stopped before the run was joined: {self.stopping}")
@@ -389,11 +392,16 @@ class Peer:
         )
 
     def _ended(self, exit_code: int, reason: str) -> int:
-        log.info("%s", reason)
+        """The exit code of an end in good order. Raises GeoMeshError for a halt that a user has to know of."""
         if exit_code == 0 and self.signal is not None:
             exit_code = 128 + self.signal
         if self.control is not None:
             self.control.tell("exit", exit_code=exit_code, reason=reason)
+        if exit_code != 0 and self.signal is None:
+            error = GeoMeshError(reason)
+            error.exit_code = exit_code
+            raise error
+        log.info("%s", reason)
         return exit_code
 
 

@@ -53,6 +53,8 @@ class TorchEngine:
         tokenizer = load_tokenizer(run.dataset.tokenizer)
         self.model = models.build(run.model, tokenizer.highest_id + 1, run.run.seed, self.device, run.codec.granularity)
         self.corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed, cache)
+        profile = Path(site.device.profile) if site.device.profile and site.emulation is None else None
+        self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
         self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device))
         self.time_scale = site.emulation.time_scale if site.emulation else None
         self._initial_weights = self.model.weights_digest
@@ -102,10 +104,8 @@ class TorchEngine:
         limit = self.site.device.max_batch
         if self.site.emulation is not None:
             return devices.emulated_curve(self.site.emulation, self._scale(), limit)
-        if self.site.device.profile:
-            path = Path(self.site.device.profile)
-            curve = devices.read_profile(path, self.parameters, self.corpus.sequence_length)
-            return tuple(point for point in curve if limit is None or point.batch <= limit) or curve[:1]
+        if self._profile is not None:
+            return tuple(point for point in self._profile if limit is None or point.batch <= limit) or self._profile[:1]
         with _Undone(self):
             return devices.profile(self._trial_step, self.device, limit)
 

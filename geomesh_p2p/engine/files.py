@@ -12,6 +12,7 @@ import shutil
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class DiskFullError(TemporaryError, OSError):
 
 
 def require_space(folder: Path, size_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
+    """Raises DiskFullError if `size_bytes` would not fit in `folder`, which need not be there yet."""
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     if free < size_bytes + RESERVE_BYTES:
         need = (size_bytes + RESERVE_BYTES) / 1e6
         raise DiskFullError(
@@ -120,8 +122,9 @@ class FolderLock:
         if not _is_at(self._descriptor, folder / ".lock"):  # its holder has just cleared the folder
             os.close(self._descriptor)
             raise TemporaryError(f"{folder} was in use until now: start again")
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # who holds it is said for people alone
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         if self._descriptor >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import urllib.request
 from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -13,7 +14,6 @@ from geomesh_p2p.errors import DataError
 
 CONNECT_SECONDS = 5.0
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 T = TypeVar("T")
 
 
@@ -43,11 +43,15 @@ def _no_way_to_hub(name: str) -> str:
     from huggingface_hub import constants, try_to_load_from_cache
 
     cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer.json"))
-    if cached or any(os.environ.get(proxy) for proxy in _PROXIES):
+    if cached:
         return ""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     address = urlsplit(constants.ENDPOINT)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all", "")
+    if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
+        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     try:
         port = address.port or (80 if address.scheme == "http" else 443)
         socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from geomesh_p2p.config import RunConfig
-from geomesh_p2p.engine.files import Made
+from geomesh_p2p.engine.files import Made, require_space
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.control import Child
 from geomesh_p2p.lab.report import write_report
@@ -78,9 +78,10 @@ def run_mesh(
     130 or 143 after a stop by SIGINT or SIGTERM; 75 if the rest had to be stopped. Writes report.json and report.md below
     the run's folder. Of a new run in which a peer could not start, only the logs are left.
 
-    Raises TemporaryError if another mesh is at work on this run.
+    Raises TemporaryError if another mesh is at work on this run, or if there is hardly any space left.
     """
     folder = Path(run.run.folder) / run.run.id
+    require_space(folder, 0)
     with _only_one(folder):
         if run.run.fresh:
             aside = move_aside(folder)

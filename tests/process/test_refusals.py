@@ -124,7 +124,7 @@ def test_a_founder_alone_stops_in_silence_and_stays_in_its_own_run(run: Run) -> 
         peer.send_signal(signal.SIGTERM)
         log += peer.stderr
     assert peer.returncode == 143, log
-    assert not [line for line in log if "warning" in line or "error" in line.lower() or "Traceback" in line]
+    assert not [line for line in log if "warn" in line or "error" in line.lower() or "Traceback" in line]
     config = (folder / "config.json").read_text()
     assert json.loads(config)["settings"]["inner.learning_rate"] == "0.001"
 

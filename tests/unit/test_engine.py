@@ -254,7 +254,7 @@ def test_gradient_checkpointing_computes_the_same(make):
 
 def test_mistakes_are_refused_before_anything_is_built(make):
     with pytest.raises(ConfigError, match="device"):
-        make(site={"device": {"name": "tpu"}})
+        make(site={"device": {"name": "cuda:99"}})
     with pytest.raises(DataError, match="no file matches"):
         make(dataset={"paths": ("/no/such/file",)})
 

@@ -16,8 +16,7 @@ def test_what_is_here_is_loaded_from_here(tmp_path, monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
-    for proxy in hub._PROXIES:
-        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(DataError, match=r"model\.path: 'an-org/a-model' is no folder.*cannot be reached \(No route to host\)"):
@@ -25,6 +24,17 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
         hub.load("an-org/a-model", "model.path", lambda path: pytest.fail("must not be tried"))
+
+
+def test_behind_a_proxy_it_is_the_proxy_that_must_be_reached(monkeypatch):
+    dialled = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy.example:3128"})
+    monkeypatch.setattr("urllib.request.proxy_bypass", lambda host: False)
+    monkeypatch.setattr(socket, "create_connection", lambda address, _: dialled.append(address) or refuse())
+    with pytest.raises(DataError, match=r"proxy\.example cannot be reached"):
+        hub.load("an-org/a-model", "model.path", lambda path: pytest.fail("must not be tried"))
+    assert dialled == [("proxy.example", 3128)]
 
 
 def test_what_a_loader_says_becomes_one_line(tmp_path):
