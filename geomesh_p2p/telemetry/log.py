@@ -62,6 +62,7 @@ def setup(log_format: LogFormat, site: str = "", file: Path | None = None, strea
         handler.setFormatter(JsonFormatter(site) if log_format == "json" else ConsoleFormatter(site))
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
+    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind calls it WARN, for the whole process
     for name in CHATTY:
         logger = logging.getLogger(name)
         logger.handlers.clear()
