@@ -296,7 +296,7 @@ class Leading:
 
     def _next_attempt(self, plan: Plan, reason: str) -> None:
         s = self.s
-        s.note("discard", round=plan.round, term=plan.term, attempt=plan.attempt, plan=plan.digest, reason=reason)
+        s.discard(plan, reason)
         self.failures += 1
         if self.failures >= s.timing.max_attempts:
             self.failed = "exchange_failed" if reason == "member_lost" else reason

@@ -228,7 +228,7 @@ class Replica:
         plan = leading.plan
         if plan is not None and leading.stage == "open":
             reason = "stepped_down" if leading.term == self.s.term else "higher_term"
-            self.s.note("discard", round=plan.round, term=plan.term, attempt=plan.attempt, plan=plan.digest, reason=reason)
+            self.s.discard(plan, reason)
 
     def _own_offer(self, plan: Plan) -> None:
         reason = self.member.on_offer(self.s.me, plan, self.s.me)

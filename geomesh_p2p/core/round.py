@@ -120,7 +120,7 @@ class Member:
         if old is not None:
             reason = "higher_term" if plan.term > old.term else "member_lost"
             self.stop_exchange(reason)
-            s.note("discard", round=old.round, term=old.term, attempt=old.attempt, plan=old.digest, reason=reason)
+            s.discard(old, reason)
         s.durable = replace(
             s.durable,
             accepted_round=plan.round,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import Action, Durable, Halt, Note, SaveDurable, SaveHeld, Send
 from geomesh_p2p.core.log import RoundLog, is_quorum
 from geomesh_p2p.core.messages import Heartbeat, Message
-from geomesh_p2p.core.types import NO_TERM, Held, PeerId, Profile, Rules, Term, Timing, Update
+from geomesh_p2p.core.types import NO_TERM, Held, PeerId, Plan, Profile, Rules, Term, Timing, Update
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class State:
         self.highest = durable.term          # the highest term heard of, adopted or not
         self.last_update: Update | None = None
         self.halted = False
+        self._discarded: Digest = b""
         self.catching_up = False
         self.up_to_date = set(log.voters) <= {me}  # latched: a peer that comes back does not know yet what it has missed
 
@@ -121,6 +123,12 @@ class State:
 
     def note(self, kind: str, **fields: Any) -> None:
         self.out.append(Note(kind, fields))
+
+    def discard(self, plan: Plan, reason: str) -> None:
+        """Note that an attempt was given up; once, though a leader gives it up both as leader and as member."""
+        if plan.digest != self._discarded:
+            self._discarded = plan.digest
+            self.note("discard", round=plan.round, term=plan.term, attempt=plan.attempt, plan=plan.digest, reason=reason)
 
     def save_term(self, term: Term, why: str) -> None:
         self.durable = replace(self.durable, term=term, voted=why == "vote")

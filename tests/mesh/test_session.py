@@ -34,6 +34,7 @@ async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str) 
     assert len({tuple(sorted(peer.digests().items())) for peer in peers}) == 1
     assert len(anchors(peers)) == 1
     assert peers[0].model.state.anchor.any()
+    assert not [note for peer in peers for note in peer.notes if note[0] == "discard"], "an attempt was given up without need"
 
 
 async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
@@ -48,6 +49,8 @@ async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     reached = max(peers[0].digests())
     await victim.kill()
     await until(lambda: max(peers[0].digests()) >= reached + 4)
+    given_up = [fields["plan"] for kind, fields in peers[0].notes if kind == "discard"]
+    assert len(given_up) == len(set(given_up)), "one attempt is given up once"
     members = [note["view"] for note in peers[0].commits()]
     assert any(victim.peer not in view for view in members[reached:]), "the kill went unnoticed"
     victim.start(ids)
