@@ -392,8 +392,9 @@ class Peer:
         )
 
     def _ended(self, exit_code: int, reason: str) -> int:
-        """The exit code of an end in good order. Raises GeoMeshError for a halt that a user has to know of."""
-        if exit_code == 0 and self.signal is not None:
+        """The exit code of an end in good order: 0 also for a peer that left the run because a supervisor asked it to
+        (SIGTERM). Raises GeoMeshError for a halt that a user has to know of."""
+        if exit_code == 0 and self.signal is not None and (self.signal is signal.SIGINT or self.session is None):
             exit_code = 128 + self.signal
         if self.control is not None:
             self.control.tell("exit", exit_code=exit_code, reason=reason)

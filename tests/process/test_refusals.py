@@ -123,7 +123,7 @@ def test_a_founder_alone_stops_in_silence_and_stays_in_its_own_run(run: Run) -> 
             log.append(next(peer.stderr))
         peer.send_signal(signal.SIGTERM)
         log += peer.stderr
-    assert peer.returncode == 143, log
+    assert peer.returncode == 0, log
     assert not [line for line in log if "warn" in line or "error" in line.lower() or "Traceback" in line]
     config = (folder / "config.json").read_text()
     assert json.loads(config)["settings"]["inner.learning_rate"] == "0.001"
@@ -160,5 +160,5 @@ def test_refused_once_it_joins_with_the_right_settings_and_nobody_takes_its_name
     code, said = run.join("b", "--run.folder", "second")
     assert (code, "site.name 'b' is taken" in said) == (5, True), said
     run.terminate()
-    assert run.exit_codes() == [143, 143]
+    assert run.exit_codes() == [0, 0]
     assert "rror" not in founder.log() + b.log()
