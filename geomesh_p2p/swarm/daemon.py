@@ -32,13 +32,15 @@ OUTPUT_LINES = 20
 STOP_SECONDS = 5.0
 
 # Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
-# afterwards, which may have ended just before.
+# afterwards, which may have ended just before. In a session of its own, as Ctrl-C in a terminal reaches all processes of the
+# terminal's: the parent still needs its daemon then, to leave the run in good order.
 LAUNCHER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
+os.setsid()
 os.environ["GOLOG_LOG_LEVEL"] = "error"
 os.execv(sys.argv[2], sys.argv[2:])
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.ports import LocalRound, Store, Transport
-from geomesh_p2p.core.types import Contribution, PeerId, Plan, Update
+from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range, Update
 from geomesh_p2p.swarm.exchange import (
     Assembly,
     Exchange,
@@ -18,6 +18,7 @@ from geomesh_p2p.swarm.exchange import (
     ExchangeMessage,
     Missed,
 )
+from geomesh_p2p.swarm.part_residual import PartResidual
 
 Body = list[Any]  # buffers, in order
 
@@ -47,6 +48,7 @@ class ExchangeDesk:
         self._inbox = ExchangeInbox(setup.inbox_bytes)
         self._current: Exchange | None = None
         self._bodies: dict[Digest, Body] = {}
+        self._part_residual = PartResidual(setup.codec) if setup.codec.settings.residual else None
 
     # ---------------------------------------------------------------- the exchange
 
@@ -82,7 +84,13 @@ class ExchangeDesk:
 
     def contribute(self, plan: Digest, local: LocalRound) -> None:
         if (exchange := self._of(plan)) is not None:
-            exchange.contribute(local.contribution, local.payload)
+            share = self._share(exchange.plan)
+            residual = self._part_residual.of(share) if self._part_residual is not None and share is not None else None
+            exchange.contribute(local.contribution, local.payload, residual)
+
+    def _share(self, plan: Plan) -> Range | None:
+        """This peer's share as a reducer."""
+        return plan.shares[plan.peers.index(self._me)] if plan.shares else None
 
     def _of(self, plan: Digest) -> Exchange | None:
         return self._current if self._current is not None and self._current.plan.digest == plan else None
@@ -91,6 +99,12 @@ class ExchangeDesk:
 
     def keep_body(self, digest: Digest, body: Sequence[Any]) -> None:
         self._bodies[digest] = list(body)
+
+    def keep_assembly(self, assembly: Assembly) -> None:
+        self.keep_body(assembly.body_digest, assembly.body)
+        share = self._share(assembly.plan)
+        if self._part_residual is not None and share is not None and assembly.mean is not None:
+            self._part_residual.answered(assembly.body_digest, share, assembly.mean, assembly.part)
 
     def body_of(self, update: Update) -> Body:
         """The body of an update that is here: assembled, fetched, or in the held record on disk."""
@@ -104,8 +118,11 @@ class ExchangeDesk:
             raise RuntimeError(f"the body of round {update.round} is not here although the replica counts on it")
         return [held[1]]
 
-    def drop_bodies(self) -> None:
+    def committed(self, update: Update) -> None:
+        """Bodies are on disk or void from now on."""
         self._bodies.clear()
+        if self._part_residual is not None:
+            self._part_residual.committed(update.body)
 
 
 class _Ears:

@@ -266,7 +266,7 @@ class Session:
             if job.local is not None and any(c.payload == job.local.contribution.payload for c in update.contributors):
                 own = job.local.payload
             self.bench.drop()
-        self.desk.drop_bodies()
+        self.desk.committed(update)
         self.book.committed(update, self.replica.term, self.around.membership.site_of(self.replica.leader))
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
@@ -350,7 +350,7 @@ class Session:
             body=assembly.body_digest,
             body_bytes=assembly.body_bytes,
         )
-        self.desk.keep_body(update.body, assembly.body)
+        self.desk.keep_assembly(assembly)
         self._put(ev.Assembled(plan.digest, update))
 
     def _lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:

@@ -23,9 +23,10 @@ def anchors(peers: list[ToyPeer]) -> set[bytes]:
     return {peer.model.state.anchor.tobytes() + peer.model.state.momentum.tobytes() for peer in peers}
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("topology", ["gather", "reduce"])
-async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str) -> None:
-    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], toy_run(topology=topology), Network())
+async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str, residual: bool) -> None:
+    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], toy_run(residual, topology=topology), Network())
     for peer in peers:
         peer.start([p.peer for p in peers])
     await asyncio.gather(*(peer.task for peer in peers if peer.task))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from geomesh_p2p.config import CodecSection, OuterSection, RunConfig
+from geomesh_p2p.config import OuterSection, RunConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
@@ -80,13 +80,14 @@ class ToyEngine:
         assert Path(path).read_bytes() == b"inner"
 
 
-def toy_run(**planner: Any) -> RunConfig:
+def toy_run(residual: bool = False, **planner: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"id": "toy", "rounds": 5, "min_peers": 2},
             "model": {"sequence_length": 16},
             "planner": {"mode": "uniform", "batch": 2, "inner_steps": 4, **planner},
             "save": {"snapshot_every_rounds": 2},
+            "codec": {"residual": residual},
         }
     )
 
@@ -128,10 +129,10 @@ class ToyPeer:
         snapshot = snapshots.newest()
         state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
         log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
-        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, CodecSection(), OuterSection())
+        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, self.run.codec, OuterSection())
         while (found := self.store.read_update(log.round + 1)) is not None:
             log.append(found[0])
-            apply_update(state, LAYOUT, CodecSection(), OuterSection(), *found)
+            apply_update(state, LAYOUT, self.run.codec, OuterSection(), *found)
         self.model = model
         held = self.store.load_held()
         transport = self.network.transport(self.peer)
@@ -151,7 +152,7 @@ class ToyPeer:
             history=lambda kind, fields: self.notes.append((kind, fields)),
         )
         planner = LeadersPlanner(self.run, LAYOUT)
-        codec = ExchangeCodec(LAYOUT, CodecSection())
+        codec = ExchangeCodec(LAYOUT, self.run.codec)
         self.session = Session(
             around,
             replica,
