@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -113,17 +114,20 @@ def test_ports_in_use(run: Run) -> None:
 
 
 def test_a_founder_alone_stops_in_silence_and_stays_in_its_own_run(run: Run) -> None:
-    """Started again, it is neither taken into another run nor given other settings, and its folder stays as it is."""
+    """Stopped as a terminal does it, which sends Ctrl-C to the daemon as well. Started again, it is neither taken into another
+    run nor given other settings, and its folder stays as it is."""
     words = run.words("b", "--run.folder", "own")
     folder = run.folder / "own" / "tiny" / "b"
-    with subprocess.Popen([*words, "--first"], cwd=run.folder, env=run.environment, stderr=subprocess.PIPE, text=True) as peer:
+    with subprocess.Popen(
+        [*words, "--first"], cwd=run.folder, env=run.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as peer:
         assert peer.stderr is not None
         log = [next(peer.stderr)]
         while "leader of term 1" not in log[-1]:
             log.append(next(peer.stderr))
-        peer.send_signal(signal.SIGTERM)
+        os.killpg(peer.pid, signal.SIGINT)
         log += peer.stderr
-    assert peer.returncode == 0, log
+    assert peer.returncode == 130, log
     assert not [line for line in log if "warn" in line or "error" in line.lower() or "Traceback" in line]
     config = (folder / "config.json").read_text()
     assert json.loads(config)["settings"]["inner.learning_rate"] == "0.001"
