@@ -130,6 +130,7 @@ class RoundLog:
         self.tokens = state.tokens
         self._credited = Credited(state.credited)
         self._digests = {state.round: state.digest}
+        self.sites: dict[PeerId, str] = {}  # of those who contributed since the founding or snapshot
 
     @classmethod
     def founded(cls, founding: Founding) -> RoundLog:
@@ -158,6 +159,7 @@ class RoundLog:
         self.voters = update.voters
         self.tokens += update.tokens
         self._digests[update.round] = update.digest
+        self.sites |= {c.peer: c.site for c in update.contributors}
 
     def _checked(self, update: Update) -> Credited:
         if update.round != self.round + 1:

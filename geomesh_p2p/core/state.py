@@ -104,7 +104,7 @@ class State:
         if peer == self.me:
             return self.site
         seen = self.peers.get(peer)
-        return peer if seen is None else seen.beat.site
+        return seen.beat.site if seen is not None else self.log.sites.get(peer, f"...{peer[-8:]}")
 
     def sites(self, peers: Iterable[PeerId]) -> str:
         return ", ".join(sorted(self.site_of(peer) for peer in peers))

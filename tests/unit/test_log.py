@@ -146,6 +146,7 @@ def test_a_log_grows_round_by_round_and_remembers() -> None:
     assert (log.round, log.digest, log.voters, log.tokens) == (0, FOUNDING.base, ("a",), 0)
     first = update(log, contribution(log, "a", Range(0, 4)), contribution(log, "b", Range(4, 9), tokens=7), voters=("a", "b"))
     log.append(first)
+    assert log.sites == {"a": "site-a", "b": "site-b"}
     second = update(log, voters=("b",))
     log.append(second)
     assert (log.round, log.digest, log.voters, log.tokens) == (2, second.digest, ("b",), 107)
