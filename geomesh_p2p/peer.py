@@ -9,15 +9,14 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
+from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import digest
 from geomesh_p2p.core.events import Durable
@@ -27,15 +26,17 @@ from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
 from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.files import Made, move_aside, require_space
-from geomesh_p2p.engine.resume import Resumed, resume
-from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, RefusedError, TemporaryError
-from geomesh_p2p.swarm.addresses import check_port_free, parse
+from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
+from geomesh_p2p.engine.resume import Resumed, resume, retire_identity_without_state
+from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
+from geomesh_p2p.swarm.addresses import parse, remembering_port
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
+from geomesh_p2p.swarm.identity import read_secret
 from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
+from geomesh_p2p.swarm.offload import in_own_thread
 from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
@@ -162,7 +163,7 @@ class Peer:
             await transport.stop()
 
     async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
-        engine = await self._in_thread(lambda: self.make_engine(self.run, self.site, self.observe))
+        engine = await self._beside(lambda: self.make_engine(self.run, self.site, self.observe))
         await self._calibrate(engine)
         settings_in_words = {"run.id": self.run.run.id, **engine.settings}
         fingerprint = digest("settings", list(settings_in_words.items()))
@@ -178,7 +179,7 @@ class Peer:
         for warning in resumed.warnings:
             log.warning("%s", warning)
         me.round, me.digest = resumed.log.round, resumed.log.digest
-        profile = Profile(transport.peer, self.name, engine.device_label, await self._in_thread(engine.measure))
+        profile = Profile(transport.peer, self.name, engine.device_label, await self._beside(engine.measure))
         (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
 
         directory = Directory(transport, self.run.run.id)
@@ -222,26 +223,10 @@ class Peer:
             self.control.start(lambda: self._stop("the mesh that started this peer is gone"))
             self.observers.append(self.control)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """`work` in a thread that nobody waits for if this is cancelled: it may take minutes."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def tell(result: Callable[[Any], None], value: Any) -> None:
-            if not done.done():
-                result(value)
-
-        def run() -> None:
-            try:
-                outcome: tuple[Callable[[Any], None], Any] = (done.set_result, work())
-            except BaseException as error:
-                outcome = (done.set_exception, error)
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(tell, *outcome)
-
-        threading.Thread(target=run, name="start", daemon=True).start()
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """`work` in a thread that is left to itself if this peer is stopped meanwhile: it may take minutes."""
         try:
-            return await done
+            return await in_own_thread(work)
         except asyncio.CancelledError:
             self.abandoned = True
             raise
@@ -427,56 +412,12 @@ class FrontDoor:
         return await self.session.answer(sender, fetch)
 
 
-def read_secret(path: Path) -> bytes:
-    """Raises ConfigError; an empty secret would open the run to everybody."""
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"net.join_secret_file = {str(path)!r} cannot be read: {error.strerror}") from None
-    if not secret:
-        raise ConfigError(f"net.join_secret_file = {str(path)!r} is empty: write the run's secret to it")
-    return secret
-
-
 def old_settings(folder: Path) -> str:
     """The settings that config.json in `folder` was saved with, as JSON; "" if they cannot be read."""
     try:
         return json.dumps(json.loads((folder / "config.json").read_text())["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Whole or not at all, for those who read it meanwhile."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(path)
-
-
-def remembering_port(net: NetSection, memory: Path) -> NetSection:
-    """With a free port (tcp/0) to listen on: the one that this folder had last time, if nobody else has it now."""
-    if not net.listen.endswith("/tcp/0") or not memory.exists():
-        return net
-    remembered = net.model_copy(update={"listen": net.listen.removesuffix("0") + memory.read_text().strip()})
-    try:
-        check_port_free(parse(remembered.listen, "net.listen"))
-    except (ConfigError, TemporaryError):
-        return net
-    return remembered
-
-
-def retire_identity_without_state(store: DiskStore, folder: Path) -> str:
-    """An identity whose promises (term, vote, plan) are lost must not speak again: it could break them. Says so, or ""."""
-    key = folder / "identity.key"
-    if store.load_founding() is None:
-        return ""
-    with suppress(DataError):
-        if store.load_durable() is not None:
-            return ""
-    if key.exists():
-        key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
-    store.save_durable(Durable(NO_TERM, False))
-    return f"{folder}: what this peer had promised is lost (state.record): it takes a new identity"
 
 
 async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:

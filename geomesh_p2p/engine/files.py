@@ -75,6 +75,13 @@ def write_durably(path: Path, parts: Sequence[Any]) -> None:
     sync_folder(path.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Whole or not at all, for those who read it meanwhile."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(path)
+
+
 # ---------------------------------------------------------------- records: a checked header and a body
 
 _PREFIX = struct.Struct("<8sIQ")

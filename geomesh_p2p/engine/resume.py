@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
-from geomesh_p2p.core.types import Founding, Update
+from geomesh_p2p.core.types import NO_TERM, Founding, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.errors import DataError
 
@@ -55,3 +59,17 @@ def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Upd
     except DataError as error:
         warnings.append(f"{error}: kept as {store.set_aside(round).name}, fetched again from the others")
         return None
+
+
+def retire_identity_without_state(store: DiskStore, folder: Path) -> str:
+    """An identity whose promises (term, vote, plan) are lost must not speak again: it could break them. Says so, or ""."""
+    key = folder / "identity.key"
+    if store.load_founding() is None:
+        return ""
+    with suppress(DataError):
+        if store.load_durable() is not None:
+            return ""
+    if key.exists():
+        key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
+    store.save_durable(Durable(NO_TERM, False))
+    return f"{folder}: what this peer had promised is lost (state.record): it takes a new identity"

@@ -8,9 +8,11 @@ import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from hivemind.utils.multiaddr import Multiaddr
 
+from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
 
 EXAMPLE = "/ip4/203.0.113.5/tcp/4100"
@@ -103,3 +105,15 @@ def _try_bind(address: Address) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address.host, address.port))
         probe.listen(1)
+
+
+def remembering_port(net: NetSection, memory: Path) -> NetSection:
+    """With a free port (tcp/0) to listen on: the one that this folder had last time, if nobody else has it now."""
+    if not net.listen.endswith("/tcp/0") or not memory.exists():
+        return net
+    remembered = net.model_copy(update={"listen": net.listen.removesuffix("0") + memory.read_text().strip()})
+    try:
+        check_port_free(parse(remembered.listen, "net.listen"))
+    except (ConfigError, TemporaryError):
+        return net
+    return remembered

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
 from hivemind.proto import crypto_pb2
 
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.errors import DataError
+from geomesh_p2p.errors import ConfigError, DataError
 
 MAX_INLINE_KEY_BYTES = 42   # up to this size a public key is its own multihash
 MAX_PUBLIC_KEY_BYTES = 1024
@@ -119,3 +119,14 @@ def _ed25519(key: ed25519.Ed25519PrivateKey) -> Identity:
 
 def _public(key_type: int, data: bytes) -> bytes:
     return bytes(crypto_pb2.PublicKey(key_type=key_type, data=data).SerializeToString())
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises ConfigError; an empty secret would open the run to everybody."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"net.join_secret_file = {str(path)!r} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise ConfigError(f"net.join_secret_file = {str(path)!r} is empty: write the run's secret to it")
+    return secret

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -21,3 +23,24 @@ async def inline(job: Callable[[], Result]) -> Result:
 async def in_thread(job: Callable[[], Result]) -> Result:
     """Runs `job` in the loop's executor; NumPy and hashing release the interpreter lock for most of it."""
     return await asyncio.get_running_loop().run_in_executor(None, job)
+
+
+async def in_own_thread(job: Callable[[], Result]) -> Result:
+    """Runs `job` in a thread of its own, which nobody waits for if this is cancelled, nor at the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def tell(result: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            result(value)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, job())
+        except BaseException as error:
+            outcome = (done.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, *outcome)
+
+    threading.Thread(target=run, name="start", daemon=True).start()
+    return await done
