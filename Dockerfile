@@ -7,7 +7,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_NO_INDEX
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels
 WORKDIR /src
-COPY constraints.txt wheel[s]/ /wheels/
+COPY constraints.txt wheel[s] /wheels/
 RUN python3 -m venv /opt/geomesh
 RUN /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt "$TORCH_SPEC"
 COPY pyproject.toml README.md LICENSE ./

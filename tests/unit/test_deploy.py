@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import yaml
 
+from geomesh_p2p.core.types import Timing
 from geomesh_p2p.loading import check_sites, load_run, load_sites, resolve_run
 from geomesh_p2p.telemetry.metrics import TIMED_PHASES, Metrics
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COPIED = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()
 PEERS = {name: service for name, service in COMPOSE["services"].items() if service["image"] == "geomesh"}
 
 
@@ -70,9 +75,51 @@ def test_every_yaml_file_parses(path: Path) -> None:
 
 
 def test_the_image_builds_from_files_that_the_context_lets_through() -> None:
-    let_through = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    for source in " ".join(copied).split():
-        if source != "wheel[s]/":
+    for source in COPIED:
+        if not re.search(r"[*?\[]", source):
             assert (ROOT / source).exists()
-            assert any(source == entry or source.startswith(entry + "/") for entry in let_through), source
+            assert lets_through(source), source
+
+
+def test_wheels_are_taken_if_there_are_any_and_the_image_builds_without() -> None:
+    # Only a pattern may match nothing; one that ends with a slash never matches anything in the classic builder.
+    patterns = [source for source in COPIED if fnmatchcase("wheels", source)]
+    assert patterns
+    assert "wheels" not in patterns
+    assert lets_through("wheels")
+    assert "wheels/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def lets_through(path: str) -> bool:
+    entries = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    return any(path == entry or path.startswith(entry + "/") for entry in entries)
+
+
+def test_a_peer_that_is_not_root_may_write_to_every_volume() -> None:
+    user = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1]
+    made = re.search(rf"install -d -o {user} -g {user} ([^&\n]+)", DOCKERFILE)
+    assert made is not None
+    mounted = {volume.split(":")[1] for service in PEERS.values() for volume in service["volumes"]}
+    assert mounted <= set(shlex.split(made[1]))
+
+
+def test_health_is_asked_for_where_the_peers_answer() -> None:
+    ports = {str(site.config.metrics["port"]) for site in load_sites(ROOT / "deploy/compose")}
+    assert set(re.findall(r"http://127.0.0.1:(\d+)/healthz", DOCKERFILE)) == ports
+
+
+def test_a_stopped_peer_has_the_time_to_leave_and_a_signal_reaches_it() -> None:
+    for service in PEERS.values():
+        assert service["init"] is True
+        assert float(service["stop_grace_period"].removesuffix("s")) >= 3 * Timing().leave_seconds
+    unit = (ROOT / "deploy/geomesh.service").read_text()
+    limit = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert limit is not None
+    assert float(limit[1]) >= 3 * Timing().leave_seconds
+
+
+def test_what_compose_passes_on_is_a_key_of_the_run() -> None:
+    for name, service in PEERS.items():
+        run_file = service["command"].split()[1]
+        env = dict.fromkeys(service["environment"], "60")
+        assert resolve_run(ROOT / run_file, env=env).config.run.rounds == 60, name
