@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,23 +30,17 @@ import numpy.typing as npt
 
 from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core.layout import CHUNK, Layout, Piece, Tensor, layout_of
+from geomesh_p2p.core.section import MAX_MAGNITUDE, NUMBERS, Bytes, Section, Vector, part_of, part_width, payload_width, whole
 
 __all__ = [
-    "CHUNK", "MAX_MAGNITUDE", "Layout", "Mean", "NotFinite", "Part", "Piece", "Tensor", "decode_part", "encode", "encode_part",
-    "fault_in", "fault_in_part", "layout_of", "mean_of", "new_part_residual", "new_residual", "part_bytes", "payload_bytes",
-    "slice_payload",
+    "CHUNK", "MAX_MAGNITUDE", "Layout", "Mean", "NotFinite", "Part", "PartEncoder", "Piece", "Tensor", "decode_part",
+    "encode", "encode_part", "fault_in", "fault_in_part", "layout_of", "mean_of", "new_part_residual", "new_residual",
+    "part_bytes", "part_width", "payload_bytes", "payload_width", "slice_payload",
 ]  # fmt: skip
 
-Vector = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-Fill = Callable[[int, int, Vector], None]
+Fill = Callable[[int, int, Vector], Any]
 """fill(start, stop, out): writes parameters [start, stop) of what is encoded to `out`."""
 
-MAX_MAGNITUDE = 1e6
-"""A contribution that moves a parameter further than this in one round is absurd and refused by rule."""
-
-_PAYLOAD_WIDTHS = {"sign": 1, "int8": 8, "fp16": 16, "fp32": 32}
-_NUMBERS: dict[int, Any] = {16: np.dtype("<f2"), 32: np.dtype("<f4")}
 _TOP = {2: 1, 4: 7, 8: 127}
 ONE = np.float32(1)
 
@@ -72,76 +65,6 @@ def _table(width: int) -> Vector:
 _TABLES = {width: _table(width) for width in (1, 2, 4, 8)}
 
 
-def payload_width(settings: CodecSection) -> int:
-    """Bits a parameter of a contribution."""
-    return _PAYLOAD_WIDTHS[settings.payload]
-
-
-def part_width(settings: CodecSection) -> int:
-    """Bits a parameter of a reducer's answer; plain payloads are answered in kind."""
-    return settings.second_phase_bits if settings.payload == "sign" else payload_width(settings)
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Parameters [start, stop) at `width` bits each, as bytes."""
-
-    layout: Layout
-    width: int
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop <= self.layout.parameters:
-            raise ValueError(f"[{self.start}, {self.stop}) is not within the {self.layout.parameters} parameters")
-        if self.start % 8:
-            raise ValueError(f"start {self.start} is not a multiple of 8")
-
-    @cached_property
-    def first_magnitude(self) -> int:
-        return self.layout.magnitude_range(self.start, self.stop)[0]
-
-    @cached_property
-    def magnitudes(self) -> int:
-        first, last = self.layout.magnitude_range(self.start, self.stop) if self.width <= 8 else (0, 0)
-        return last - first
-
-    @property
-    def head_bytes(self) -> int:
-        return 4 * self.magnitudes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.head_bytes + self.span(self.start, self.stop)[1]
-
-    def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes after the magnitudes that hold parameters [start, stop)."""
-        return ((start - self.start) * self.width // 8, -(-(stop - self.start) * self.width // 8))
-
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        for start in range(self.start, self.stop, CHUNK):
-            yield start, min(start + CHUNK, self.stop)
-
-    def head(self, data: Bytes) -> Vector:
-        return data[: self.head_bytes].view("<f4")
-
-    def checked(self, data: Any) -> Bytes:
-        """`data` as bytes of the right number; raises ValueError."""
-        array: Bytes = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-        if array.dtype != np.uint8 or array.size != self.total_bytes:
-            where = f"[{self.start}, {self.stop})"
-            raise ValueError(f"{array.size} bytes of {array.dtype} are not the {self.total_bytes} that {where} takes")
-        return array
-
-
-def _whole(layout: Layout, settings: CodecSection) -> _Section:
-    return _Section(layout, payload_width(settings), 0, layout.parameters)
-
-
-def _part(layout: Layout, settings: CodecSection, start: int, stop: int) -> _Section:
-    return _Section(layout, part_width(settings), start, stop)
-
-
 # ---------------------------------------------------------------- encoding
 
 
@@ -154,7 +77,7 @@ def encode(
     out: Bytes | None = None,
 ) -> Bytes | NotFinite:
     """The payload of anchor - weights (+ residual), in `out` if given. The residual is read only: see `new_residual`."""
-    return _encode(_whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out)
+    return _encode(whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out)
 
 
 def encode_part(
@@ -166,7 +89,7 @@ def encode_part(
     residual: Vector | None = None,
 ) -> Bytes | NotFinite:
     """A reducer's answer for its share [start, stop): `mean` (and `residual`) have stop - start elements."""
-    section = _part(layout, settings, start, stop)
+    section = part_of(layout, settings, start, stop)
     return _encode(section, settings.magnitude == "rms", _shifted(mean, start, residual), None)
 
 
@@ -179,7 +102,7 @@ def new_residual(
     residual: Vector | None = None,
 ) -> Vector:
     """What `payload` left unsaid, decayed: the residual from the moment that the payload's round is committed."""
-    return _unsaid(_whole(layout, settings), settings, _delta(anchor, weights, residual), payload)
+    return _unsaid(whole(layout, settings), settings, _delta(anchor, weights, residual), payload)
 
 
 def new_part_residual(
@@ -192,7 +115,7 @@ def new_part_residual(
     residual: Vector | None = None,
 ) -> Vector:
     """As `new_residual`, for a reducer's share (stop - start elements)."""
-    return _unsaid(_part(layout, settings, start, stop), settings, _shifted(mean, start, residual), part)
+    return _unsaid(part_of(layout, settings, start, stop), settings, _shifted(mean, start, residual), part)
 
 
 def _delta(anchor: Vector, weights: Vector, residual: Vector | None) -> Fill:
@@ -214,59 +137,96 @@ def _shifted(mean: Vector, origin: int, residual: Vector | None) -> Fill:
     return fill
 
 
-def _encode(section: _Section, rms: bool, fill: Fill, out: Bytes | None) -> Bytes | NotFinite:
+def _encode(section: Section, rms: bool, fill: Fill, out: Bytes | None) -> Bytes | NotFinite:
     data = np.empty(section.total_bytes, np.uint8) if out is None else section.checked(out)
     if section.width > 8:
         return _encode_numbers(section, fill, data)
     scratch, body = np.empty(CHUNK, np.float32), data[section.head_bytes :]
     if section.width == 1:
         measure = _Measure(section, "square" if rms else "absolute", packed=body).run(fill, scratch)
-        magnitudes = np.sqrt(measure.mean) if rms else measure.mean
-    elif section.width == 2:
+        return _sealed(section, np.sqrt(measure.mean) if rms else measure.mean, data)
+    if section.width == 2:
         measure = _Measure(section, "absolute").run(fill, scratch)
         magnitudes = _Measure(section, "absolute", above=0.7 * measure.mean).run(fill, scratch).mean
     else:
         measure = _Measure(section, "maximum").run(fill, scratch)
         magnitudes = measure.sums / _TOP[section.width]
+    sealed = _sealed(section, magnitudes, data)
+    if not isinstance(sealed, NotFinite):
+        _pack_levels(section, fill, scratch, section.head(data), body)
+    return sealed
+
+
+def _sealed(section: Section, magnitudes: npt.NDArray[np.float64], data: Bytes) -> Bytes | NotFinite:
+    """`data` with its magnitudes, if all are fine."""
     fine = magnitudes <= MAX_MAGNITUDE  # false for a NaN
     if not fine.all():
         magnitude = section.first_magnitude + int(np.argmin(fine))
         first_magnitudes = section.layout.first_magnitudes
         return NotFinite(section.layout.tensors[bisect_right(first_magnitudes, magnitude) - 1].name)
     section.head(data)[:] = magnitudes
-    if section.width > 1:
-        _pack_levels(section, fill, scratch, section.head(data), body)
     return data
+
+
+class PartEncoder:
+    """`encode_part` without the whole mean in memory, for 1-bit answers without a residual: fed chunk by chunk while the mean
+    is being made. The same bytes as encode_part, however it is fed: sums are always over the same chunks."""
+
+    def __init__(self, layout: Layout, settings: CodecSection, start: int, stop: int) -> None:
+        self._section = part_of(layout, settings, start, stop)
+        if self._section.width != 1:
+            raise ValueError(f"answers of {self._section.width} bits a parameter take two passes over the mean")
+        self._rms = settings.magnitude == "rms"
+        self._data = np.empty(self._section.total_bytes, np.uint8)
+        packed = self._data[self._section.head_bytes :]
+        self._measure = _Measure(self._section, "square" if self._rms else "absolute", packed)
+        self._scratch = np.empty(CHUNK, np.float32)
+        self.done = start
+
+    def feed(self, ready: int, fill: Fill) -> None:
+        """Take the mean's whole chunks up to parameter `ready` (the last one ends with the share) from `fill`."""
+        while self.done < self._section.stop and (end := min(self.done + CHUNK, self._section.stop)) <= ready:
+            self._measure.step(self.done, end, fill, self._scratch)
+            self.done = end
+
+    def finish(self) -> Bytes | NotFinite:
+        """The part; raises ValueError if some of the mean is missing."""
+        if self.done < self._section.stop:
+            raise ValueError(f"the mean was fed up to {self.done} of {self._section.stop}")
+        return _sealed(self._section, np.sqrt(self._measure.mean) if self._rms else self._measure.mean, self._data)
 
 
 class _Measure:
     """One pass over a section: the sum, by magnitude, of |x| or x*x (or the maximum of |x|), and the packed signs if asked."""
 
     def __init__(
-        self, section: _Section, of: str, packed: Bytes | None = None, above: npt.NDArray[np.float64] | None = None
+        self, section: Section, of: str, packed: Bytes | None = None, above: npt.NDArray[np.float64] | None = None
     ) -> None:
         self.section, self.of, self.packed, self.above = section, of, packed, above
         self.sums = np.zeros(section.magnitudes)
         self.counts = np.zeros(section.magnitudes, np.int64)
+        self._signs = np.empty(CHUNK if packed is not None else 0, np.bool_)
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
         return self.sums / np.maximum(self.counts, 1)
 
     def run(self, fill: Fill, scratch: Vector) -> _Measure:
-        section = self.section
-        signs = np.empty(CHUNK, np.bool_)
-        with np.errstate(invalid="ignore", over="ignore"):
-            for start, stop in section.chunks():
-                values = scratch[: stop - start]
-                fill(start, stop, values)
-                if self.packed is not None:
-                    begin, end = section.span(start, stop)
-                    bits = np.greater_equal(values, 0, out=signs[: stop - start])
-                    self.packed[begin:end] = np.packbits(bits, bitorder="little")
-                (np.square if self.of == "square" else np.abs)(values, out=values)
-                self._add(start, stop, values)
+        for start, stop in self.section.chunks(CHUNK):
+            self.step(start, stop, fill, scratch)
         return self
+
+    def step(self, start: int, stop: int, fill: Fill, scratch: Vector) -> None:
+        """One chunk."""
+        values = scratch[: stop - start]
+        with np.errstate(invalid="ignore", over="ignore"):
+            fill(start, stop, values)
+            if self.packed is not None:
+                begin, end = self.section.span(start, stop)
+                bits = np.greater_equal(values, 0, out=self._signs[: stop - start])
+                self.packed[begin:end] = np.packbits(bits, bitorder="little")
+            (np.square if self.of == "square" else np.abs)(values, out=values)
+            self._add(start, stop, values)
 
     def _add(self, start: int, stop: int, values: Vector) -> None:
         origin = self.section.first_magnitude
@@ -284,10 +244,10 @@ class _Measure:
                 self.counts[at] += rows.shape[1]
 
 
-def _pack_levels(section: _Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes) -> None:
+def _pack_levels(section: Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes) -> None:
     width, top, origin = section.width, _TOP[section.width], section.first_magnitude
     divisors = np.where(steps > 0, steps, np.float32(1))
-    for start, stop in section.chunks():
+    for start, stop in section.chunks(CHUNK):
         values = scratch[: stop - start]
         fill(start, stop, values)
         for piece in section.layout.pieces(start, stop):
@@ -301,10 +261,10 @@ def _pack_levels(section: _Section, fill: Fill, scratch: Vector, steps: Vector, 
         body[begin:end] = np.bitwise_or.reduce(columns << (width * np.arange(8 // width, dtype=np.uint8)), axis=1)
 
 
-def _encode_numbers(section: _Section, fill: Fill, data: Bytes) -> Bytes | NotFinite:
-    scratch, numbers = np.empty(CHUNK, np.float32), data.view(_NUMBERS[section.width])
+def _encode_numbers(section: Section, fill: Fill, data: Bytes) -> Bytes | NotFinite:
+    scratch, numbers = np.empty(CHUNK, np.float32), data.view(NUMBERS[section.width])
     with np.errstate(invalid="ignore", over="ignore"):
-        for start, stop in section.chunks():
+        for start, stop in section.chunks(CHUNK):
             values = scratch[: stop - start]
             fill(start, stop, values)
             coded = numbers[start - section.start : stop - section.start]
@@ -316,10 +276,10 @@ def _encode_numbers(section: _Section, fill: Fill, data: Bytes) -> Bytes | NotFi
     return data
 
 
-def _unsaid(section: _Section, settings: CodecSection, fill: Fill, data: Any) -> Vector:
+def _unsaid(section: Section, settings: CodecSection, fill: Fill, data: Any) -> Vector:
     rest = np.empty(section.stop - section.start, np.float32)
     decoder, said = _Decoder(section, data), np.empty(CHUNK, np.float32)
-    for start, stop in section.chunks():
+    for start, stop in section.chunks(CHUNK):
         left = rest[start - section.start : stop - section.start]
         fill(start, stop, left)
         left -= decoder.decode(start, stop, list(section.layout.pieces(start, stop)), said[: stop - start])
@@ -333,7 +293,7 @@ def _unsaid(section: _Section, settings: CodecSection, fill: Fill, data: Any) ->
 class _Decoder:
     """Reads one section chunk by chunk: coefficient * level, the coefficient being fp32(weight * magnitude)."""
 
-    def __init__(self, section: _Section, data: Any, weight: np.float32 = ONE) -> None:
+    def __init__(self, section: Section, data: Any, weight: np.float32 = ONE) -> None:
         checked = section.checked(data)
         self.section = section
         self.body = checked[section.head_bytes :]
@@ -346,7 +306,7 @@ class _Decoder:
         begin, end = section.span(start, stop)
         coded = self.body[begin:end]
         if section.width > 8:
-            return np.multiply(coded.view(_NUMBERS[section.width]), self.weight, out=out, dtype=np.float32)
+            return np.multiply(coded.view(NUMBERS[section.width]), self.weight, out=out, dtype=np.float32)
         table, origin = _TABLES[section.width], section.first_magnitude
         if len(pieces) == 1 and pieces[0].rows == 1:
             return _look_up(table * self.coefficients[pieces[0].magnitude - origin], coded, out)
@@ -383,13 +343,13 @@ class Mean:
     def __init__(self, layout: Layout, settings: CodecSection, payloads: Sequence[Any], tokens: Sequence[int]) -> None:
         if len(payloads) != len(tokens):
             raise ValueError(f"{len(payloads)} payloads but {len(tokens)} token counts")
-        section = _whole(layout, settings)
+        section = whole(layout, settings)
         self._layout = layout
         self._decoders = [_Decoder(section, p, w) for p, w in zip(payloads, weights_of(tokens), strict=True)]
 
     def read(self, start: int, stop: int, out: Vector) -> Vector:
         """Parameters [start, stop) in `out` (stop - start elements)."""
-        _Section(self._layout, 1, start, stop)
+        Section(self._layout, 1, start, stop)
         scratch = np.empty(min(CHUNK, stop - start), np.float32)
         for begin in range(start, stop, CHUNK):
             end = min(begin + CHUNK, stop)
@@ -419,7 +379,7 @@ class Part:
 
     def __init__(self, layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> None:
         self._layout = layout
-        self._decoder = _Decoder(_part(layout, settings, start, stop), part)
+        self._decoder = _Decoder(part_of(layout, settings, start, stop), part)
 
     def read(self, start: int, stop: int, out: Vector) -> Vector:
         """Parameters [start, stop) of the share in `out` (stop - start elements), `start` a multiple of 8."""
@@ -438,17 +398,17 @@ def decode_part(layout: Layout, settings: CodecSection, part: Any, start: int, s
 
 
 def payload_bytes(layout: Layout, settings: CodecSection) -> int:
-    return _whole(layout, settings).total_bytes
+    return whole(layout, settings).total_bytes
 
 
 def part_bytes(layout: Layout, settings: CodecSection, start: int, stop: int) -> int:
-    return _part(layout, settings, start, stop).total_bytes
+    return part_of(layout, settings, start, stop).total_bytes
 
 
 def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int) -> list[tuple[int, int]]:
     """Half-open byte ranges of a payload that a reducer of [start, stop) needs: its magnitudes (if any) and its bits."""
-    section = _whole(layout, settings)
-    _Section(layout, section.width, start, stop)
+    section = whole(layout, settings)
+    Section(layout, section.width, start, stop)
     begin, end = section.span(start, stop)
     first, last = layout.magnitude_range(start, stop) if section.magnitudes else (0, 0)
     ranges = [(4 * first, 4 * last), (section.head_bytes + begin, section.head_bytes + end)]
@@ -457,20 +417,20 @@ def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int)
 
 def fault_in(layout: Layout, settings: CodecSection, payload: Any) -> str:
     """Why a received payload is refused (its length, a magnitude that is negative, absurd or not finite), or nothing."""
-    return _fault(_whole(layout, settings), payload)
+    return _fault(whole(layout, settings), payload)
 
 
 def fault_in_part(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> str:
     """As `fault_in`, for a reducer's answer."""
-    return _fault(_part(layout, settings, start, stop), part)
+    return _fault(part_of(layout, settings, start, stop), part)
 
 
-def _fault(section: _Section, data: Any) -> str:
+def _fault(section: Section, data: Any) -> str:
     try:
         checked = section.checked(data)
     except ValueError as error:
         return str(error)
-    numbers = section.head(checked) if section.width <= 8 else checked.view(_NUMBERS[section.width])
+    numbers = section.head(checked) if section.width <= 8 else checked.view(NUMBERS[section.width])
     for start in range(0, numbers.size, CHUNK):
         some = numbers[start : start + CHUNK].astype(np.float32)
         lowest, highest = float(some.min()), float(some.max())

@@ -36,10 +36,20 @@ class ExchangeCodec:
         codec.mean_of(self.layout, self.settings, payloads, tokens, start, stop, out)
 
     def encode_part(self, mean: Vector, share: Range, residual: Vector | None) -> Bytes:
-        part = codec.encode_part(self.layout, self.settings, mean, share.start, share.stop, residual)
-        if not isinstance(part, np.ndarray):
-            raise ValueError(f"the mean of {part.tensor} is not finite although every contribution was")
-        return part
+        return _finite(codec.encode_part(self.layout, self.settings, mean, share.start, share.stop, residual))
+
+    def part_encoder(self, share: Range) -> codec.PartEncoder | None:
+        """None if a part of these settings takes the whole mean."""
+        if self.settings.residual or codec.part_width(self.settings) != 1:
+            return None
+        return codec.PartEncoder(self.layout, self.settings, share.start, share.stop)
+
+    def feed(self, encoder: codec.PartEncoder, payloads: Sequence[Bytes], tokens: Sequence[int], ready: int) -> None:
+        """Encode the mean of what has come up to parameter `ready`."""
+        encoder.feed(ready, codec.Mean(self.layout, self.settings, payloads, tokens).read)
+
+    def finish(self, encoder: codec.PartEncoder) -> Bytes:
+        return _finite(encoder.finish())
 
     def fault_in_payload(self, payload: Bytes) -> str:
         """Why a contribution is refused by rule, or nothing. Bytes outside a slice are zero and pass."""
@@ -47,3 +57,9 @@ class ExchangeCodec:
 
     def fault_in_part(self, part: Bytes, share: Range) -> str:
         return codec.fault_in_part(self.layout, self.settings, part, share.start, share.stop)
+
+
+def _finite(part: Bytes | codec.NotFinite) -> Bytes:
+    if not isinstance(part, np.ndarray):
+        raise ValueError(f"the mean of {part.tensor} is not finite although every contribution was")
+    return part

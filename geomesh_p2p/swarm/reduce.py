@@ -86,7 +86,9 @@ class Reduce:
 
 
 class ShareMean:
-    """The mean of one share, computed block by block behind the bytes of the slowest contributor."""
+    """The mean of one share, computed and encoded block by block behind the bytes of the slowest contributor.
+
+    `mean` is kept whole only where the encoding needs it: with residuals, or more than one bit a parameter."""
 
     def __init__(self, codec: ExchangeCodec, share: Range, payloads: Sequence[Bytes], tokens: Sequence[int]) -> None:
         self._codec = codec
@@ -94,7 +96,8 @@ class ShareMean:
         self._payloads = payloads
         self._tokens = tokens
         self._done = share.start
-        self.mean: Vector = np.empty(len(share), np.float32)
+        self._encoder = codec.part_encoder(share)
+        self.mean: Vector | None = np.empty(len(share), np.float32) if self._encoder is None else None
 
     async def run(self, arriving: Sequence[Incoming], changed: asyncio.Event, offload: Offload) -> None:
         """Returns when the mean is whole. `changed` is set whenever bytes arrive."""
@@ -102,12 +105,18 @@ class ShareMean:
         while self._done < stop:
             ready = start + min((self._ready(incoming) for incoming in arriving), default=len(self._share))
             if ready == stop or ready - self._done >= AVERAGE_PARAMETERS:
-                out = self.mean[self._done - start : ready - start]
-                await offload(partial(self._codec.mean, self._payloads, self._tokens, self._done, ready, out))
+                await offload(partial(self._average, ready))
                 self._done = ready
             else:
                 changed.clear()
                 await changed.wait()
+
+    def _average(self, ready: int) -> None:
+        if self._encoder is not None:
+            self._codec.feed(self._encoder, self._payloads, self._tokens, ready)
+        elif self.mean is not None:
+            out = self.mean[self._done - self._share.start : ready - self._share.start]
+            self._codec.mean(self._payloads, self._tokens, self._done, ready, out)
 
     def _ready(self, incoming: Incoming) -> int:
         """Parameters of the share whose bytes are here, from its start on: a multiple of 8, or all."""
@@ -121,7 +130,11 @@ class ShareMean:
         """A job that encodes the mean; gives the part and its hash."""
 
         def job() -> tuple[Bytes, bytes]:
-            part = self._codec.encode_part(self.mean, self._share, residual)
+            if self._encoder is not None:
+                part = self._codec.finish(self._encoder)
+            else:
+                assert self.mean is not None
+                part = self._codec.encode_part(self.mean, self._share, residual)
             return part, digest_bytes(part)
 
         return job

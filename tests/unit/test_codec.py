@@ -390,3 +390,28 @@ def test_large_tensors_cross_many_chunks(seed: int) -> None:
         expected = np.bincount(index, np.abs(delta)) / np.bincount(index)
         np.testing.assert_allclose(payload[: 4 * layout.magnitudes].view("<f4"), expected, rtol=1e-4)
         assert np.array_equal(bits_of(layout, payload), delta >= 0)
+
+
+@given(st.lists(st.integers(0, 3 * codec.CHUNK), max_size=6), st.sampled_from(["l1", "rms"]))
+def test_a_part_fed_bit_by_bit_is_the_part_of_the_whole_mean(stops: list[int], magnitude: str) -> None:
+    layout = Layout((Tensor("rows", 64 * 1024, 64), Tensor("rest", 70_000, 1)))
+    section = CodecSection(magnitude=magnitude)  # type: ignore[arg-type]
+    start, stop = 4096, layout.parameters
+    mean = np.random.default_rng(1).normal(0, 1e-3, stop - start).astype(np.float32)
+
+    def fill(begin: int, end: int, out: np.ndarray) -> None:
+        out[:] = mean[begin - start : end - start]
+
+    encoder = codec.PartEncoder(layout, section, start, stop)
+    for ready in sorted(stops):
+        encoder.feed(min(start + ready // 8 * 8, stop), fill)
+    encoder.feed(stop, fill)
+    np.testing.assert_array_equal(encoder.finish(), codec.encode_part(layout, section, mean, start, stop))
+
+
+def test_a_part_that_was_not_fed_whole_is_no_part() -> None:
+    layout = Layout((Tensor("w", 3 * codec.CHUNK, 1),))
+    encoder = codec.PartEncoder(layout, CodecSection(), 0, layout.parameters)
+    encoder.feed(2 * codec.CHUNK, lambda begin, end, out: out.fill(1.0))
+    with pytest.raises(ValueError, match="fed up to"):
+        encoder.finish()
