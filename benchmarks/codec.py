@@ -6,7 +6,7 @@ encode_to_memcpy   fp32 bytes that encoding reads a second (8 a parameter: ancho
                    second, both on arrays far beyond the cache; at least 0.35
 decode_rate        parameters times contributions that decoding and weighted accumulation handle a second; at least 1.2e9
 peak_extra_bytes   most memory beyond anchor, weights and momentum, in bytes a parameter, from encoding over receiving four
-                   payloads to the outer step; at most 1.25
+                   payloads to the outer step; at most 1.25 (gather; with _reduce: receiving a share, answering, all parts)
 Seconds are of this thread alone, repetitions are interleaved and medians taken: the machine may be shared.
 """
 
@@ -22,15 +22,27 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core.canonical import digest_bytes
-from geomesh_p2p.core.codec import CHUNK, Layout, Mean, encode, layout_of, payload_bytes
+from geomesh_p2p.core.codec import (
+    CHUNK,
+    Layout,
+    Mean,
+    PartEncoder,
+    encode,
+    layout_of,
+    part_bytes,
+    payload_bytes,
+    slice_payload,
+)
 from geomesh_p2p.core.outer import OuterState, apply_update
-from geomesh_p2p.core.types import Contribution, Update
+from geomesh_p2p.core.types import Contribution, Range, Update
 
 PEERS = 4
 TOKENS = (4000, 2000, 1100, 1000)
@@ -79,6 +91,29 @@ def peak_extra_bytes(layout: Layout, state: OuterState, weights: np.ndarray) -> 
     return peak
 
 
+def peak_extra_bytes_reduce(layout: Layout, state: OuterState, weights: np.ndarray) -> int:
+    """The same in a reduce: this peer averages the first quarter, whole-size buffers stand for the slices it receives."""
+    settings, quarter = CodecSection(), layout.parameters // PEERS // 8 * 8
+    cuts = [*(i * quarter for i in range(PEERS)), layout.parameters]
+    shares = tuple(Range(start, stop) for start, stop in pairwise(cuts))
+    tracemalloc.start()
+    own = encode(layout, state.anchor, weights, settings)
+    assert isinstance(own, np.ndarray)
+    payloads = [own, *(np.zeros(own.size, np.uint8) for _ in range(PEERS - 1))]
+    for received in payloads[1:]:
+        for begin, end in slice_payload(layout, settings, shares[0].start, shares[0].stop):
+            received[begin:end] = own[begin:end]
+    encoder = PartEncoder(layout, settings, shares[0].start, shares[0].stop)
+    encoder.feed(shares[0].stop, Mean(layout, settings, payloads, TOKENS).read)
+    parts = [encoder.finish(), *(np.zeros(part_bytes(layout, settings, s.start, s.stop), np.uint8) for s in shares[1:])]
+    body = b"".join(part.tobytes() for part in parts if isinstance(part, np.ndarray))
+    update = replace(update_of(bytearray(body)), topology="reduce", shares=shares)
+    apply_update(state, layout, settings, OuterSection(), update, body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=128_000_000)
@@ -94,6 +129,7 @@ def main() -> None:
     state = OuterState(anchor.copy(), np.zeros_like(anchor))
 
     peak = peak_extra_bytes(layout, state, weights)
+    peak_reduce = peak_extra_bytes_reduce(layout, state, weights)
     payload = np.zeros(payload_bytes(layout, settings), np.uint8)
     body = np.tile(payload, PEERS)
     scratch = np.empty(CHUNK, np.float32)
@@ -141,6 +177,7 @@ def main() -> None:
         "apply_to_memcpy": statistics.median(apply_ratio),
         "hash_bytes_per_second": statistics.median([size / taken for taken in times["hash"]]),
         "peak_extra_bytes": peak / count,
+        "peak_extra_bytes_reduce": peak_reduce / count,
     }
     print(json.dumps({name: round(value, 4) if value < 1000 else round(value) for name, value in report.items()}, indent=1))
 
