@@ -80,7 +80,10 @@ def load_identity(path: str | Path) -> Identity:
     try:
         message = crypto_pb2.PrivateKey.FromString(packed)
         if message.key_type == crypto_pb2.Ed25519:
-            return _ed25519(ed25519.Ed25519PrivateKey.from_private_bytes(message.data[:32]))
+            identity = _ed25519(ed25519.Ed25519PrivateKey.from_private_bytes(message.data[:32]))
+            if _public(crypto_pb2.Ed25519, message.data[32:64]) != identity.public:  # the daemon goes by this half
+                raise ValueError("its two halves do not belong together")
+            return identity
         key = serialization.load_der_private_key(message.data, password=None)
         if isinstance(key, rsa.RSAPrivateKey):
             return Identity(key, _public(crypto_pb2.RSA, key.public_key().public_bytes(
