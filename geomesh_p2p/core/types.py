@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from geomesh_p2p.core.canonical import Digest, digest
+from geomesh_p2p.core.canonical import MAY_BE_NOT_FINITE, Digest, digest
 
 # A libp2p peer id in base58. Ids of one key type have one length, and base58's alphabet ascends in ASCII, so comparing
 # these strings compares the raw bytes (RSA ids start Qm, Ed25519 ids 12D3; that order is the raw bytes' order too).
@@ -193,7 +193,7 @@ class Contribution:
     ranges: tuple[Range, ...]
     payload: Digest
     payload_bytes: int
-    validation_nats: float = 0.0
+    validation_nats: float = field(default=0.0, metadata={MAY_BE_NOT_FINITE: True})  # a diverged loss is told as it is
     validation_tokens: int = 0
     reason: str = ""
 

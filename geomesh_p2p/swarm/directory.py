@@ -23,10 +23,10 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
-from geomesh_p2p.core.canonical import Digest, pack
+from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.identity import Identity, verify
-from geomesh_p2p.swarm.wire import PROTOCOL_VERSION, FrameError, unpack_record
+from geomesh_p2p.swarm.wire import PROTOCOL_VERSION
 
 LIFETIME_SECONDS = 30.0
 REFRESH_SECONDS = 10.0
@@ -73,20 +73,20 @@ def sign_record(identity: Identity, key: bytes, record: Record) -> bytes:
 
 
 def open_record(key: bytes, peer: PeerId, value: Any) -> Record:
-    """The record in `value`, if it is `peer`'s own. Raises FrameError with the reason."""
+    """The record in `value`, if it is `peer`'s own. Raises RecordError with the reason."""
     if not isinstance(value, bytes):
-        raise FrameError("record: bytes expected")
+        raise RecordError("record: bytes expected")
     if len(value) > MAX_RECORD_BYTES:
-        raise FrameError("record: too large")
+        raise RecordError("record: too large")
     try:
         packed, public, signature = msgpack.unpackb(value)
     except Exception:
-        raise FrameError("record: not one") from None
+        raise RecordError("record: not one") from None
     if not all(isinstance(part, bytes) for part in (packed, public, signature)):
-        raise FrameError("record: not one")
+        raise RecordError("record: not one")
     if not verify(peer, public, _signed(key, packed), signature):
-        raise FrameError("record: bad signature")
-    return replace(unpack_record(Record, packed), peer=peer)
+        raise RecordError("record: bad signature")
+    return replace(unpack(Record, packed), peer=peer)
 
 
 def _signed(key: bytes, packed: bytes) -> bytes:
@@ -102,14 +102,14 @@ class _OnlySigned(RecordValidatorBase):
     def validate(self, record: DHTRecord) -> bool:
         try:
             if record.expiration_time > get_dht_time() + LIFETIME_SECONDS + 2 * SKEW_SECONDS:
-                raise FrameError("record: lives too long")
+                raise RecordError("record: lives too long")
             if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 128:
-                raise FrameError("record: too large")
+                raise RecordError("record: too large")
             peer, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
             if not isinstance(peer, str):
-                raise FrameError("record: no peer id")
+                raise RecordError("record: no peer id")
             open_record(record.key, peer, value)
-        except FrameError as error:
+        except RecordError as error:
             self._ignored[str(error)] += 1
             return False
         except Exception:
@@ -194,7 +194,7 @@ class Directory:
                 continue
             try:
                 record = open_record(self._key, str(peer), value)
-            except FrameError as error:
+            except RecordError as error:
                 self.ignored[str(error)] += 1
                 continue
             serial, seen = self._seen.get(record.peer, (-1, now))

@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from geomesh_p2p.core.canonical import digest_bytes, pack
+from geomesh_p2p.core.canonical import RecordError, digest_bytes, pack, unpack
 from geomesh_p2p.core.messages import Fetch, Fetched
 from geomesh_p2p.core.ports import SnapshotReceiver, SnapshotStore, Store, Transport, Unreachable
 from geomesh_p2p.core.types import Held, PeerId, Update
 from geomesh_p2p.errors import DataError
-from geomesh_p2p.swarm.wire import FrameError, unpack_record
 
 SLICE_BYTES = 1 << 20
 SLICES_AT_ONCE = 4
@@ -104,7 +103,7 @@ class Fetcher:
 
     async def update(self, round: int, sources: Iterable[PeerId]) -> tuple[Update, bytes] | None:
         """Round `round` of the log from the first source that has it, its body verified against the update's hash."""
-        found = await self._first(sources, "update", round, b"", lambda header: unpack_record(Update, header))
+        found = await self._first(sources, "update", round, b"", lambda header: unpack(Update, header))
         return found if found and found[0].round == round and digest_bytes(found[1]) == found[0].body else None
 
     async def held(self, wanted: Held, sources: Iterable[PeerId]) -> bytes | None:
@@ -123,7 +122,7 @@ class Fetcher:
                 found = await self.body(source, what, round, seal)
                 if found is not None:
                     return decode(found[0]), found[1]
-            except (Unreachable, FrameError, ExceptionGroup):
+            except (Unreachable, RecordError, ExceptionGroup):
                 continue
         return None
 

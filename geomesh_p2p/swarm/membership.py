@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from geomesh_p2p import PROTOCOL_VERSION
-from geomesh_p2p.core.canonical import Digest, pack
+from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.messages import Heartbeat, Hello, Refused
 from geomesh_p2p.core.types import Founding, PeerId
-from geomesh_p2p.swarm.wire import FrameError, unpack_record
 
 
 @dataclass
@@ -133,8 +132,8 @@ class Membership:
 
     def _learn_founding(self, hello: Hello) -> None:
         try:
-            founding = unpack_record(Founding, hello.founded)
-        except FrameError:
+            founding = unpack(Founding, hello.founded)
+        except RecordError:
             return
         if founding.fingerprint == self.me.fingerprint and founding.run == hello.run:
             self.heard_founding = founding

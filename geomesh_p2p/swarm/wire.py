@@ -12,27 +12,19 @@ dataclasses in core/messages.py; anything else raises FrameError naming the fiel
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
 
 import msgpack
 
 from geomesh_p2p.core import messages as m
-from geomesh_p2p.core.canonical import DIGEST_BYTES, plain
+from geomesh_p2p.core.canonical import DIGEST_BYTES, RecordError, decoder_of, plain, unpack_plain
 from geomesh_p2p.core.messages import Message
-from geomesh_p2p.core.types import Contribution
 
 PROTOCOL_VERSION = 1
 LENGTH_BYTES = 4
 KIB, MIB = 1024, 1024 * 1024
 MAX_CHUNK_BYTES = MIB
 MAX_FETCH_BYTES = 4 * MIB
-MAX_ITEMS = 16_384           # of any one tuple
-MAX_TEXT = 64 * KIB          # characters of any one string
 
 # Numbers on the wire are for ever: a type that is dropped leaves its number unused.
 TAGS: dict[int, type] = {
@@ -71,11 +63,8 @@ LIMITS: dict[type, int] = {
 MAX_BODY = max(LIMITS.values())
 PREFIX_BYTES = 5 + DIGEST_BYTES
 
-# Peers report a diverged loss as it is; every other number on the wire is finite.
-MAY_BE_NOT_FINITE = {(Contribution, "validation_nats")}
 
-
-class FrameError(ValueError):
+class FrameError(RecordError):
     """A frame that is not to be trusted: the message says which field is wrong and why."""
 
 
@@ -94,126 +83,9 @@ class Frame:
     message: Message
 
 
-# ---------------------------------------------------------------- values
-
-Decoder = Callable[[Any, str], Any]
-
-
-def _scalar(kind: type, name: str) -> Decoder:
-    def decode(value: Any, where: str) -> Any:
-        if type(value) is not kind:
-            raise FrameError(f"{where}: {name} expected, got {type(value).__name__}")
-        return value
-
-    return decode
-
-
-def _text(value: Any, where: str) -> str:
-    if type(value) is not str:
-        raise FrameError(f"{where}: text expected, got {type(value).__name__}")
-    if len(value) > MAX_TEXT:
-        raise FrameError(f"{where}: {len(value)} characters, at most {MAX_TEXT}")
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    # An int stays an int: hashes are over the canonical bytes, where 1 and 1.0 differ.
-    if type(value) is not float and type(value) is not int:
-        raise FrameError(f"{where}: number expected, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise FrameError(f"{where}: finite number expected, got {value}")
-    return value
-
-
-def _any_number(value: Any, where: str) -> float:
-    return value if type(value) is float else _number(value, where)
-
-
-def _optional(inner: Decoder) -> Decoder:
-    return lambda value, where: None if value is None else inner(value, where)
-
-
-def _one_of(choices: tuple[Any, ...]) -> Decoder:
-    def decode(value: Any, where: str) -> Any:
-        if type(value) is not str or value not in choices:
-            raise FrameError(f"{where}: one of {', '.join(map(str, choices))} expected, got {str(value)[:40]!r}")
-        return value
-
-    return decode
-
-
-def _many(inner: Decoder) -> Decoder:
-    def decode(value: Any, where: str) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise FrameError(f"{where}: list expected, got {type(value).__name__}")
-        if len(value) > MAX_ITEMS:
-            raise FrameError(f"{where}: {len(value)} items, at most {MAX_ITEMS}")
-        return tuple(inner(item, f"{where}[{index}]") for index, item in enumerate(value))
-
-    return decode
-
-
-def _record(kind: Any) -> Decoder:
-    """A frozen dataclass, sent as the list of its fields in order."""
-    hints = typing.get_type_hints(kind)
-    fields = [field.name for field in dataclasses.fields(kind) if field.init]
-    decoders = [
-        (name, _any_number if (kind, name) in MAY_BE_NOT_FINITE else _decoder(hints[name])) for name in fields
-    ]
-
-    def decode(value: Any, where: str) -> Any:
-        if type(value) is not list:
-            raise FrameError(f"{where}: {kind.__name__} expected, got {type(value).__name__}")
-        if len(value) != len(decoders):
-            raise FrameError(f"{where}: {len(value)} fields, {kind.__name__} has {len(decoders)}")
-        return kind(*(inner(item, f"{where}.{name}") for (name, inner), item in zip(decoders, value, strict=True)))
-
-    return decode
-
-
-_SCALARS: dict[Any, Decoder] = {
-    str: _text,
-    float: _number,
-    int: _scalar(int, "integer"),
-    bool: _scalar(bool, "true or false"),
-    bytes: _scalar(bytes, "bytes"),
-}
-
-
-def _decoder(hint: Any) -> Decoder:
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _many(_decoder(arguments[0]))
-    if origin in (types.UnionType, typing.Union) and len(arguments) == 2 and types.NoneType in arguments:
-        return _optional(_decoder(next(a for a in arguments if a is not types.NoneType)))
-    if origin is Literal:
-        return _one_of(arguments)
-    if dataclasses.is_dataclass(hint):
-        return _record(hint)
-    raise TypeError(f"{hint} has no form on the wire")
-
-
-_DECODERS = {tag: _record(kind) for tag, kind in TAGS.items()}
+_DECODERS = {tag: decoder_of(kind) for tag, kind in TAGS.items()}
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LIMIT_OF_TAG = {tag: LIMITS[kind] for tag, kind in TAGS.items()}
-_RECORDS: dict[type, Decoder] = {}
-
-Record = TypeVar("Record")
-
-
-def unpack_record(kind: type[Record], packed: bytes | memoryview) -> Record:
-    """The dataclass `kind` from the canonical bytes (core/canonical.pack) of one. Raises FrameError."""
-    decoder = _RECORDS.get(kind) or _RECORDS.setdefault(kind, _record(kind))
-    return typing.cast(Record, decoder(_unpack(packed), kind.__name__))
-
-
-def _unpack(packed: Any) -> Any:
-    try:
-        return msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=True)
-    except Exception as error:  # msgpack raises a dozen kinds on garbage, ValueError and RecursionError among them
-        raise FrameError(f"not msgpack: {error}"[:200]) from None
 
 
 # ---------------------------------------------------------------- frames
@@ -295,13 +167,16 @@ def decode(body: bytes | bytearray | memoryview) -> Frame:
     found = _prefix(body)
     assert found is not None
     tag, _ = found
-    values = _unpack(body)
-    if type(values) is not list or len(values) != 5:
-        raise FrameError("frame: five parts expected")
-    run, sequence = values[1], values[3]
-    if sequence is not None and (type(sequence) is not int or sequence < 0):
-        raise FrameError("sequence: whole number expected")
-    return Frame(run, sequence, _DECODERS[tag](values[4], TAGS[tag].__name__))
+    try:
+        values = unpack_plain(body)
+        if type(values) is not list or len(values) != 5:
+            raise FrameError("frame: five parts expected")
+        run, sequence = values[1], values[3]
+        if sequence is not None and (type(sequence) is not int or sequence < 0):
+            raise FrameError("sequence: whole number expected")
+        return Frame(run, sequence, _DECODERS[tag](values[4], TAGS[tag].__name__))
+    except RecordError as error:
+        raise FrameError(str(error)) from None
 
 
 def concerns(run: bytes, frame: Frame) -> bool:

@@ -12,12 +12,11 @@ import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
 from geomesh_p2p.config import NetSection
-from geomesh_p2p.core.canonical import pack
+from geomesh_p2p.core.canonical import RecordError, pack
 from geomesh_p2p.swarm import directory as directories
 from geomesh_p2p.swarm.directory import Directory, Record, open_record, sign_record
 from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.transport import Libp2pTransport
-from geomesh_p2p.swarm.wire import FrameError
 
 PATIENCE_SECONDS = 20.0
 RUN, KEY = bytes(32), bytes(20)
@@ -129,9 +128,9 @@ def test_only_the_owner_can_make_a_record(tmp_path: Path) -> None:
         (mine.peer, "text"),
         (mine.peer, bytes(5000)),
     ]:
-        with pytest.raises(FrameError):
+        with pytest.raises(RecordError):
             open_record(KEY, peer, bad)
-    with pytest.raises(FrameError):
+    with pytest.raises(RecordError):
         open_record(b"another key of the directory", mine.peer, value)
 
 
