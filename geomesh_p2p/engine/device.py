@@ -85,12 +85,14 @@ def profile(
     clock: Callable[[], float] = time.perf_counter,
     seconds_per_batch: float = 0.5,
     saturated_gain: float = 1.03,
+    longest_step_seconds: float = 5.0,
 ) -> tuple[BatchTime, ...]:
     """Times `step(batch)` for 1, 2, 4, ... sequences up to the largest that fits.
 
     `step` runs one whole inner step and waits for it. A GPU is tried until its memory (less FREE_SHARE) is full, with the
-    batch half-way to the first failure tried too; a CPU until its memory would not hold the next batch, or until two
-    doublings in a row have brought less than `saturated_gain` in sequences a second.
+    batch half-way to the first failure tried too; a CPU until its memory would not hold the next batch, until two
+    doublings in a row have brought less than `saturated_gain` in sequences a second, or until a step takes longer than
+    `longest_step_seconds`.
     Raises ConfigError if not even one sequence fits.
     """
     curve: list[BatchTime] = []
@@ -109,7 +111,7 @@ def profile(
             gain = (batch / seconds) / (curve[-1].batch / curve[-1].seconds)
             small_gains = small_gains + 1 if gain < saturated_gain else 0
         curve.append(BatchTime(batch, seconds))
-        if device.type == "cpu" and (small_gains >= 2 or not _host_has_room(batch)):
+        if device.type == "cpu" and (small_gains >= 2 or seconds > longest_step_seconds or not _host_has_room(batch)):
             break
         batch = following(batch)
     if not curve:

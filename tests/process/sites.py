@@ -178,7 +178,7 @@ class Sites:
             if site.process is not None:
                 site.process.wait()
 
-    def exit_codes(self, limit_seconds: float = 120.0) -> list[int]:
+    def exit_codes(self, limit_seconds: float = 300.0) -> list[int]:
         deadline = time.monotonic() + limit_seconds
         return [site.process.wait(max(0.1, deadline - time.monotonic())) for site in self.sites if site.process is not None]
 

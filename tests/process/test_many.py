@@ -13,14 +13,14 @@ from tests.process.sites import Sites
 LIGHT = Path(__file__).parents[2] / "benchmarks" / "light_peer.py"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_sixteen_peers_commit_twenty_rounds(tmp_path: Path) -> None:
     names = [f"p{i:02}" for i in range(16)]
     mesh = Sites(tmp_path, names, rounds=20, inner_steps=1, command=[sys.executable, str(LIGHT)])
     mesh.environment |= {"LIGHT_PARAMETERS": "65536", "LIGHT_TRAIN_SECONDS": "0.5"}
     try:
         mesh.start()
-        assert mesh.exit_codes(limit_seconds=500) == [0] * 16
+        assert mesh.exit_codes(limit_seconds=800) == [0] * 16
     finally:
         mesh.stop()
     assert len(mesh.digests()) == 20

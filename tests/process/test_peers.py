@@ -10,7 +10,7 @@ import pytest
 from geomesh_p2p.lab.verify import main as verify
 from tests.process.sites import Sites, until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -80,6 +80,12 @@ def test_a_profile_ends_where_larger_batches_bring_nothing():
     assert [point.seconds for point in curve] == pytest.approx([0.08, 0.08, 0.08, 0.08, 0.16, 0.32])
 
 
+def test_profiling_on_a_cpu_ends_with_the_first_slow_step():
+    curve, tried = profile(lambda batch: 1.0 * batch**0.9)
+    assert [point.batch for point in curve] == [1, 2, 4, 8]
+    assert max(tried) == 8
+
+
 def test_a_profile_ends_exactly_at_the_limit_given():
     curve, tried = profile(lambda batch: 0.01 + 0.001 * batch, max_batch=12)
     assert [point.batch for point in curve] == [1, 2, 4, 8, 12]
