@@ -151,6 +151,8 @@ class Election:
 
     def tick(self) -> Won | None:
         s = self.s
+        if s.me not in s.view and self.leader not in ("", s.me) and not s.alive(self.leader):
+            self.leader = ""                 # who has no vote cannot stand, but does not go on waiting for somebody lost
         if self.role == "leader" or s.me not in s.view or s.now < self.stand_at:
             return None
         if s.catching_up:

@@ -9,7 +9,8 @@ Decisions:
   lost their exchange are told to fetch the update from the leader and to hold it. A member lost after its contribution
   arrived therefore costs no second exchange.
 - A voter leaves by a plan without it. If those who stay are no quorum, an update without bits is held and committed by
-  all, whose view is those who stay.
+  all, whose view is those who stay. If these are too few, but newcomers are there, the leavers train with them once more:
+  then the newcomers have a vote.
 - A member lost to an exchange, or too late, is left out for a few rounds, doubling; but never if the plan then lacked a
   quorum or `min_peers`.
 - A reign ends when a quorum was not heard for a lease, when an update could not be recovered, or after `max_attempts`.
@@ -132,11 +133,11 @@ class Leading:
         be there when the plan arrives (else it would never enter a run whose rounds are shorter than its heartbeats)."""
         s = self.s
         if peer == s.me:
-            return s.ready and not s.leaving
+            return s.ready
         seen = s.peers.get(peer)
         if seen is None or not s.alive(peer) or not seen.beat.trains or seen.beat.profile is None:
             return False
-        if seen.leaving or seen.at <= self.doubted.get(peer, float("-inf")):
+        if seen.at <= self.doubted.get(peer, float("-inf")):
             return False
         if seen.beat.round == s.round:
             return seen.beat.ready and seen.beat.digest == s.log.digest
@@ -162,13 +163,18 @@ class Leading:
         if s.settings.final_round is not None and s.round >= s.settings.final_round:
             self.stage, self.waiting = "done", ""
             return
-        usable = [peer for peer in sorted({s.me, *s.peers}) if self._usable(peer)]
+        there = [peer for peer in sorted({s.me, *s.peers}) if self._usable(peer)]
+        usable = [peer for peer in there if not self._is_leaving(peer)]
         members = [peer for peer in usable if self.benched.get(peer, 0) <= s.round]
         if not self._plannable(members):
             members = usable
         if not self._plannable(members):
-            if not self._let_leave():
-                self._explain(members)
+            if self._let_leave():
+                return
+            if any(peer not in s.view for peer in usable):
+                members = [peer for peer in there if peer in usable or peer in s.view]
+        if not self._plannable(members):
+            self._explain(usable)
             return
         if self._settling(members):
             return

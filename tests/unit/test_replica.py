@@ -160,6 +160,34 @@ def test_a_voter_that_the_others_cannot_do_without_leaves_by_an_update_without_b
     assert leader.view == ("b",)
 
 
+def test_leavers_train_once_more_so_that_a_newcomer_gets_the_vote_that_is_needed_after_them() -> None:
+    """Two of three voters leave; the third and a newcomer are enough trainers, but only one of them is a voter."""
+    leader = replica("b", min_peers=2)
+    elect(leader, "c")
+    told = [beat(peer, leader="b", term=leader.term, leaving=peer in "ac") for peer in "acd"]
+    need = [n for event in told for n in of_kind(leader.handle(event, 20.5), ev.NeedPlan)]
+    need += of_kind(leader.handle(ev.Tick(), 23.6), ev.NeedPlan)
+    assert [n.members for n in need] == [("a", "b", "c", "d")]
+    p = plan(leader.term, members="abcd")
+    leader.handle(ev.Planned(p), 23.7)
+    u = update(p)
+    actions = [a for peer in "ac" for a in leader.handle(ev.Received(peer, m.HeldReport(4, p.term, 1, p.digest, u)), 24.0)]
+    leader.handle(ev.Trained(p.digest, contribution(p, "b"), 0.1), 24.0)
+    actions += leader.handle(ev.Assembled(p.digest, u), 24.1)
+    assert "AppendCommit" in order(actions)
+    again = [message.held.update.voters for _, message in sent(actions, m.HoldAgain)]
+    assert set(again) == {("b", "d")}, "the leavers go at once, and two voters are left"
+
+
+def test_a_newcomer_does_not_wait_for_a_leader_that_is_lost() -> None:
+    newcomer = replica("z")
+    newcomer.handle(beat("a", leader="a"), 1.0)
+    assert newcomer.waiting_for == "a plan of site-a"
+    newcomer.handle(ev.Tick(), 9.0)
+    assert newcomer.leader == ""
+    assert newcomer.waiting_for.startswith("a leader; voters not heard:")
+
+
 @pytest.mark.parametrize(("min_peers", "plans"), [(3, True), (4, False)])
 def test_nothing_is_planned_with_fewer_than_min_peers(min_peers: int, plans: bool) -> None:
     leader = replica("a", min_peers=min_peers)
