@@ -144,6 +144,8 @@ class NetSection(Section):
     election_seconds: PositiveFloat = 3.0
     settle_seconds: PositiveFloat = 2.0
     """The first plan waits this long after the last trainer became ready."""
+    leave_seconds: PositiveFloat = 60.0
+    """A peer that is stopped waits this long at most for a round without it: make it longer than two rounds."""
     reach_seconds: PositiveFloat = 60.0
     """How long to try to reach the run before giving up with exit code 3."""
     daemon_start_seconds: PositiveFloat = 60.0

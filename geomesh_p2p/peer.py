@@ -367,6 +367,7 @@ class Peer:
             election_seconds=net.election_seconds,
             lease_seconds=net.heartbeat_limit_seconds + net.heartbeat_seconds,
             settle_seconds=net.settle_seconds,
+            leave_seconds=net.leave_seconds,
         )
         return Settings(
             timing=timing,
