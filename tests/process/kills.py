@@ -3,7 +3,8 @@
     python -m tests.process.kills [--times 20] [--seed 0]
 
 Prints a line per kill: how long the others took to their next commit, in seconds and beyond heartbeat limit + one round,
-and how many rounds after the victim was heard to be ready it was in a plan again. Exit 1 if a limit was broken.
+and how many rounds after the one in which it was first heard to be ready the victim was in a plan again (1: the very next
+plan). Exit 1 if a limit was broken.
 """
 
 from __future__ import annotations
@@ -72,15 +73,15 @@ def kill_and_return(mesh: Sites, victim: Site, rng: random.Random) -> Outcome:
         ],
         "the others to hear that it is ready",
     )
-    heard = max(note["time"] for note in joined)
+    heard = min(note["time"] for note in joined)
     back = until(lambda: [note for note in victim.history("accept") if note["time"] > begun], "a plan with the victim")
-    before = max((n["round"] for site in others for n in site.history("commit") if n["time"] <= heard), default=0)
+    running = 1 + max((n["round"] for site in others for n in site.history("commit") if n["time"] <= heard), default=0)
     return Outcome(
         victim.name,
         led,
         max(note["time"] for note in noticed) - moment,
         round_seconds,
-        back[0]["round"] - before,
+        back[0]["round"] - running,
         victim.address_file.read_text() == address and victim.history("start")[-1]["peer"] == peer,
     )
 
