@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from geomesh_p2p.errors import DataError
 Vector = npt.NDArray[np.float32]
 
 CHUNK_BYTES = 2**20
+IN_USE_SECONDS = 60.0
 SHARED, RESIDUAL, INNER, META = "shared.safetensors", "residual.safetensors", "inner.pt", "meta.json"
 RECEIVED, REPLACED, STALE = ".received", ".replaced", ".stale"
 _NAME = re.compile(r"snapshot-(\d+)")
@@ -86,14 +88,16 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots in one peer's folder; the newest `keep` are kept. A new one gets its name, and an old one goes, only once
-    the new one has been read back and checked. Reading changes nothing; who writes must have the folder to itself."""
+    """The snapshots in one peer's folder; the newest `keep` are kept, and one more while a joiner reads it. A new one gets
+    its name, and an old one goes, only once the new one has been read back and checked. Reading changes nothing; who writes
+    must have the folder to itself."""
 
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
         self._described: dict[int, tuple[int, Manifest]] = {}
+        self._read_at: dict[int, float] = {}  # when a joiner last asked for a piece of it
 
     def clean(self) -> None:
         """Clears away what a crash left; a snapshot that was about to be replaced gets its name back."""
@@ -158,8 +162,12 @@ class Snapshots:
         sync_folder(self.folder)
         self._discard(replaced)
         older = [round for round in self.rounds() if round < manifest.round]
-        for round in older[: max(0, len(older) - (self.keep - 1))]:
-            self._discard(self.path(round))
+        surplus = older[: max(0, len(older) - (self.keep - 1))]
+        wanted = max(surplus, key=lambda round: self._read_at.get(round, 0.0), default=0)
+        for round in surplus:
+            if round != wanted or time.monotonic() > self._read_at.get(round, 0.0) + IN_USE_SECONDS:
+                self._read_at.pop(round, None)
+                self._discard(self.path(round))
 
     def _discard(self, path: Path) -> None:
         """Deletes a snapshot; one that is half deleted no longer bears its name."""
@@ -236,6 +244,7 @@ class Snapshots:
         """Bytes of `shared.safetensors` for a joiner. Raises LookupError if the snapshot is gone."""
         try:
             with (self.path(round) / SHARED).open("rb") as file:
+                self._read_at[round] = time.monotonic()
                 file.seek(offset)
                 return file.read(length)
         except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from geomesh_p2p.core.events import CatchUp
@@ -54,21 +55,23 @@ class CatchingUp:
         return updates
 
     async def _snapshot(self, state: LogState, sources: Sequence[PeerId]) -> LogState | None:
-        """The newest snapshot that a source offers, if it is ahead of `state`."""
-        found = await self._fetcher.manifest(sources)
-        if found is None:
-            return None
-        packed, owner = found
-        try:
-            manifest = self._snapshots.described(packed)
-        except ValueError:
-            return None
-        round = manifest.state.round
-        if manifest.state.run != state.run or round <= state.round:
-            return None
-        receiver = await asyncio.to_thread(self._snapshots.receive, manifest)
-        if not await self._fetcher.snapshot(round, receiver, [owner, *(source for source in sources if source != owner)]):
-            return None
-        await asyncio.to_thread(receiver.finish)
-        self._put(AdoptState(round, lambda: self._snapshots.read_state(round)))
-        return manifest.state
+        """The newest snapshot ahead of `state` that can be got whole from the sources."""
+        owners: dict[bytes, list[PeerId]] = {}
+        for packed, owner in await self._fetcher.manifests(sources):
+            owners.setdefault(packed, []).append(owner)
+        offers = []
+        for packed, peers in owners.items():
+            try:
+                manifest = self._snapshots.described(packed)
+            except ValueError:
+                continue
+            if manifest.state.run == state.run and manifest.state.round > state.round:
+                offers.append((manifest.state.round, len(peers), packed, manifest))
+        for round, _, packed, manifest in sorted(offers, key=lambda offer: offer[:3], reverse=True):
+            receiver = await asyncio.to_thread(self._snapshots.receive, manifest)
+            others = [source for source in sources if source not in owners[packed]]
+            if await self._fetcher.snapshot(round, receiver, [*owners[packed], *others]):
+                await asyncio.to_thread(receiver.finish)
+                self._put(AdoptState(round, partial(self._snapshots.read_state, round)))
+                return manifest.state
+        return None

@@ -126,19 +126,17 @@ class Fetcher:
                 continue
         return None
 
-    async def manifest(self, sources: Iterable[PeerId]) -> tuple[bytes, PeerId] | None:
-        """The packed manifest of a source's newest snapshot, and who has it."""
-        for source in sources:
-            found = await self._first([source], "manifest", 0, b"", lambda header: header)
-            if found is not None:
-                return found[0], source
-        return None
+    async def manifests(self, sources: Sequence[PeerId]) -> list[tuple[bytes, PeerId]]:
+        """The packed manifest of each source's newest snapshot, and whose it is."""
+        found = await asyncio.gather(*(self._first([source], "manifest", 0, b"", lambda header: header) for source in sources))
+        return [(answer[0], source) for source, answer in zip(sources, found, strict=True) if answer is not None]
 
     async def snapshot(self, round: int, receiver: SnapshotReceiver, sources: Sequence[PeerId]) -> bool:
-        """Fill `receiver` from all of `sources` at once; a source that fails or sends bytes that do not fit is left out."""
+        """Fill `receiver` from all of `sources` at once; a source that fails or sends bytes that do not fit is left out, and
+        the others do its part."""
         wanted = receiver.missing()
 
-        async def from_one(source: PeerId) -> None:
+        async def from_one(source: PeerId) -> bool:
             while wanted:
                 piece = wanted.pop(0)
                 try:
@@ -149,7 +147,11 @@ class Fetcher:
                     receiver.write(piece.start, got.data)
                 except (Unreachable, DataError):
                     wanted.insert(0, piece)
-                    return
+                    return False
+            return True
 
-        await asyncio.gather(*(from_one(source) for source in sources))
+        good = list(sources)
+        while wanted and good:
+            went = await asyncio.gather(*(from_one(source) for source in good))
+            good = [source for source, well in zip(good, went, strict=True) if well]
         return not wanted

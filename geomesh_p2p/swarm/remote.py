@@ -9,12 +9,13 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from geomesh_p2p.core.messages import Fetched
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm import wire
-from geomesh_p2p.swarm.shaping import Shape, Shaper
+from geomesh_p2p.swarm.shaping import WINDOW_BYTES, Shape, Shaper
 from geomesh_p2p.swarm.streams import FrameStream
 
 CONTROL, BULK, REQUEST = "/geomesh/1/control", "/geomesh/1/bulk", "/geomesh/1/request"
@@ -233,12 +234,14 @@ class Remote:
 
     # ------------------------------------------------------------ requests
 
-    async def request(self, sequence: int, buffers: Buffers) -> Fetched:
-        """One question on a stream of its own. The caller sets the deadline. Raises Unreachable."""
+    async def request(self, sequence: int, buffers: Buffers, on_bytes: Callable[[], None]) -> Fetched:
+        """One question on a stream of its own. The caller sets the deadline; `on_bytes` tells it whenever some of the answer
+        has come. Raises Unreachable."""
         async with self._request_slots:
             stream = self._idle.pop() if self._idle else await self._open_request()
             answer: asyncio.Future[Fetched] = self._loop.create_future()
             self._asking[stream] = sequence, answer
+            stream.on_bytes = on_bytes
             size = sum(len(buffer) for buffer in buffers)
             self.shaper.submit(size, lambda: stream.write(buffers))
             self.traffic.overhead_sent += size
@@ -249,6 +252,7 @@ class Remote:
                 raise
             finally:
                 self._asking.pop(stream, None)
+                stream.on_bytes = _nothing
             if not stream.lost:
                 self._idle.append(stream)
             return result
@@ -277,6 +281,20 @@ class Remote:
         if answer is not None and not answer.done():
             answer.set_exception(Unreachable(f"{self.peer} closed the stream before it answered"))
 
+    async def answer(self, stream: FrameStream, buffers: Buffers) -> None:
+        """Send an answer on the stream of its question, in pieces: over an emulated link it leaves room for other frames,
+        and the other end sees it coming."""
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), WINDOW_BYTES):
+                while not stream.lost and (wait := self.shaper.wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
+                    await asyncio.sleep(wait)
+                if stream.lost:
+                    return
+                piece = view[start : start + WINDOW_BYTES]
+                self.shaper.submit(len(piece), partial(stream.write, [piece]))
+                self.traffic.overhead_sent += len(piece)
+
     # ------------------------------------------------------------ ends
 
     def restarted(self) -> None:
@@ -299,3 +317,7 @@ class Remote:
             if not turn.done():
                 turn.set_exception(Unreachable("this transport was stopped"))
         self._turn.clear()
+
+
+def _nothing() -> None:
+    pass

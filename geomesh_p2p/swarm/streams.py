@@ -15,11 +15,12 @@ Body = bytes | bytearray
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """Callbacks, to be set by the owner: `on_body(stream, body)`, `on_lost(stream)`, `on_writable(stream)`,
-    `on_bad(stream, error)`; a bad frame ends the stream."""
+    """Callbacks, to be set by the owner: `on_body(stream, body)`, `on_bytes()` (some of a body has come),
+    `on_lost(stream)`, `on_writable(stream)`, `on_bad(stream, error)`; a bad frame ends the stream."""
 
     def __init__(self) -> None:
         self.on_body: Callable[[FrameStream, Body], None] = _ignore
+        self.on_bytes: Callable[[], None] = _ignore
         self.on_lost: Callable[[FrameStream], None] = _ignore
         self.on_writable: Callable[[FrameStream], None] = _ignore
         self.on_bad: Callable[[FrameStream, FrameError], None] = _ignore
@@ -103,6 +104,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._early.clear()
             else:
                 bodies = self._reader.advance(count)
+            self.on_bytes()
             for body in bodies:
                 self.on_body(self, body)
         except FrameError as error:

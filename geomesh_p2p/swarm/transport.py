@@ -33,6 +33,7 @@ from geomesh_p2p.swarm.streams import FrameStream
 INCARNATION_BYTES = 8
 INCOMING_STREAMS = 48            # of one remote
 DIAL_SECONDS = 10.0
+ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 OTHER_SEEDS_SECONDS = 2.0        # how long further seeds are waited for once one has answered
 
 OnMessage = Callable[[PeerId, Message], None]
@@ -122,8 +123,8 @@ class Libp2pTransport:
     def _daemon_exited(self, code: int, output: str) -> None:
         self._on_daemon_exit(code, output)
 
-    async def connect_seeds(self, seeds: Sequence[str], required: bool = True) -> tuple[PeerId, ...]:
-        """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not.
+    async def connect_seeds(self, seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[PeerId, ...]:
+        """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not if asked.
 
         If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a reason
         per address if `required`, else nobody was reached.
@@ -149,7 +150,7 @@ class Libp2pTransport:
                 f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): {reasons}: check that a peer of "
                 "the run is up there and that its port is open"
             )
-        for address, why in outcomes.items():
+        for address, why in outcomes.items() if warn else ():
             self._on_warning("seed_unreachable", f"seed {address}: {why}")
         return reached
 
@@ -231,10 +232,18 @@ class Libp2pTransport:
         await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
 
     async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
+        """Gives up once nothing has come for `timeout_seconds`, or if the whole takes ANSWER_PATIENCE times as long."""
         self._sequence += 1
+        clock = asyncio.get_running_loop().time
+        latest = clock() + ANSWER_PATIENCE * timeout_seconds
         try:
-            async with asyncio.timeout(timeout_seconds):
-                return await self._remote(to).request(self._sequence, wire.encode(fetch, self.run, self._sequence))
+            async with asyncio.timeout(timeout_seconds) as limit:
+
+                def come() -> None:
+                    if not limit.expired():
+                        limit.reschedule(min(clock() + timeout_seconds, latest))
+
+                return await self._remote(to).request(self._sequence, wire.encode(fetch, self.run, self._sequence), come)
         except TimeoutError:
             raise Unreachable(f"{to} did not answer a request for {fetch.what} within {timeout_seconds:g} s") from None
 
@@ -315,9 +324,7 @@ class Libp2pTransport:
         except BaseException:
             stream.abort()  # the other end sees at once that there will be no answer
             raise
-        size = sum(len(buffer) for buffer in buffers)
-        remote.traffic.overhead_sent += size
-        remote.shaper.submit(size, lambda: stream.write(buffers))
+        await remote.answer(stream, buffers)
 
 
 BACKING_OFF = "libp2p waits before it dials again"

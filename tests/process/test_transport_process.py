@@ -288,3 +288,47 @@ async def test_emulated_link_delays_but_keeps_order(opened: Opener) -> None:
     assert heard == []
     await eventually(lambda: len(heard) == 101)
     assert [m.reason for _, m in heard if isinstance(m, Leave)] == [str(number) for number in range(100)]
+
+
+async def test_answers_over_a_slow_link_come_at_last_and_leave_room_for_heartbeats(opened: Opener, tmp_path: Path) -> None:
+    """Four mebibytes at 1 MB/s take longer than any deadline here; none is missed, as bytes keep coming."""
+    heard: list[tuple[str, Message]] = []
+    a = await opened("a", heard)
+    b = Libp2pTransport(NetSection(), tmp_path / "b" / "identity.key", links={"default": LinkSection(mbps=8)})
+
+    async def give(sender: str, fetch: Fetch) -> Fetched:
+        return Fetched(True, b"", fetch.offset, 4 << 20, bytes(1 << 20), 0)
+
+    await b.start(lambda peer, message: None, give)
+    try:
+        await a.connect_seeds(b.addresses())
+        asked = [asyncio.ensure_future(a.request(b.peer, Fetch("update", 1, b"", i << 20, 1 << 20), 2.0)) for i in range(4)]
+        await asyncio.sleep(0.5)
+        sent_at = asyncio.get_running_loop().time()
+        b.send(a.peer, Leave("in between"))
+        await eventually(lambda: bool(heard))
+        assert asyncio.get_running_loop().time() - sent_at < 1.5
+        assert [len(answer.data) for answer in await asyncio.gather(*asked)] == [1 << 20] * 4
+        assert asyncio.get_running_loop().time() - sent_at > 2.0, "it did not take longer than the deadline"
+    finally:
+        await b.stop()
+
+
+async def test_an_answer_that_stops_coming_is_given_up(opened: Opener, tmp_path: Path) -> None:
+    a = await opened("a")
+    b = Libp2pTransport(NetSection(), tmp_path / "b" / "identity.key")
+    asked = asyncio.Event()
+
+    async def nothing(sender: str, fetch: Fetch) -> Fetched:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await b.start(lambda peer, message: None, nothing)
+    try:
+        await a.connect_seeds(b.addresses())
+        with pytest.raises(Unreachable, match="within 1 s"):
+            await a.request(b.peer, Fetch("update", 1, b"", 0, 1), 1.0)
+        assert asked.is_set()
+    finally:
+        await b.stop()

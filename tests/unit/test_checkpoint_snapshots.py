@@ -106,6 +106,21 @@ def test_the_newest_are_kept_and_the_oldest_go(tmp_path: Path) -> None:
     assert snapshots.rounds() == [15, 20]
 
 
+def test_one_that_a_joiner_reads_stays_until_it_has_been_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, now = Snapshots(tmp_path, keep=2), [1000.0]
+    monkeypatch.setattr("geomesh_p2p.engine.snapshots.time.monotonic", lambda: now[0])
+    for round in (5, 10):
+        write(snapshots, round, 1000)
+    for round in (15, 20, 25):
+        snapshots.read_chunk(5, 0, 100)
+        snapshots.read_chunk(round - 5, 0, 100)
+        write(snapshots, round, 1000)
+    assert snapshots.rounds() == [5, 20, 25], "one, however many are read"
+    now[0] += 100.0
+    write(snapshots, 30, 1000)
+    assert snapshots.rounds() == [25, 30]
+
+
 def test_nothing_is_deleted_until_the_new_one_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = Snapshots(tmp_path, keep=2)
     for round in (5, 10):
