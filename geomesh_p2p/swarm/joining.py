@@ -11,6 +11,7 @@ from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.messages import Refused
 from geomesh_p2p.core.types import Founding, PeerId
 from geomesh_p2p.errors import ConfigError, DataError, RefusedError, UnreachableError
+from geomesh_p2p.swarm.addresses import parse
 from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.transport import Libp2pTransport
@@ -61,21 +62,44 @@ def refusal(refused: Refused) -> RefusedError:
 
 
 async def keep_meeting(transport: Libp2pTransport, membership: Membership, net: NetSection, directory: Directory) -> None:
-    """Keep the own record alive in the directory, and greet whom it lists, until cancelled. Raises RefusedError if a seed
-    refuses this peer and there is nobody else."""
+    """Keep the own record alive in the directory, and greet whom it lists and the seeds, until cancelled. Raises RefusedError
+    if a seed refuses this peer and there is nobody else."""
     me, addresses = membership.me, transport.addresses()
-    seeds: tuple[PeerId, ...] = await transport.connect_seeds(net.seeds, required=False)
-    for seed in seeds:
-        membership.greet(seed, time.monotonic())
+    seeds = {peer: seed for seed in net.seeds if (peer := parse(seed, "net.seeds").peer) != me.peer}
     eager_until = time.monotonic() + net.reach_seconds
+    dialling = asyncio.ensure_future(_keep_dialling(transport, membership, seeds, eager_until))
+    try:
+        while True:
+            refused = [membership.refused_by[seed] for seed in seeds if seed in membership.refused_by]
+            if not membership.known and refused and refused[0].final:
+                raise refusal(refused[0])
+            if dialling.done():
+                dialling.result()
+            run = me.founding.run if me.founding else b""
+            await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
+            for record in await directory.peers():
+                transport.learn(record.peer, record.addresses)
+                if record.peer not in membership.known:
+                    membership.greet(record.peer, time.monotonic())
+            await asyncio.sleep(_pause(eager_until))
+    finally:
+        dialling.cancel()
+        await asyncio.gather(dialling, return_exceptions=True)
+
+
+async def _keep_dialling(
+    transport: Libp2pTransport, membership: Membership, seeds: dict[PeerId, str], eager_until: float
+) -> None:
+    """Dial and greet seeds that are not heard: at a start of all peers one may come later, or the first greeting get lost."""
+    warn = True
     while True:
-        refused = [membership.refused_by[seed] for seed in seeds if seed in membership.refused_by]
-        if not membership.known and refused and refused[0].final:
-            raise refusal(refused[0])
-        run = me.founding.run if me.founding else b""
-        await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
-        for record in await directory.peers():
-            transport.learn(record.peer, record.addresses)
-            if record.peer not in membership.known:
-                membership.greet(record.peer, time.monotonic())
-        await asyncio.sleep(EAGER_DIRECTORY_SECONDS if time.monotonic() < eager_until else DIRECTORY_SECONDS)
+        live = {acquaintance.peer for acquaintance in membership.live(time.monotonic())}
+        missing = [address for peer, address in seeds.items() if peer not in live]
+        for peer in await transport.connect_seeds(missing, required=False, warn=warn):
+            membership.greet(peer, time.monotonic())
+        warn = warn and not missing
+        await asyncio.sleep(_pause(eager_until))
+
+
+def _pause(eager_until: float) -> float:
+    return EAGER_DIRECTORY_SECONDS if time.monotonic() < eager_until else DIRECTORY_SECONDS
