@@ -93,7 +93,9 @@ class Session:
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._seen_sites: tuple[str, ...] = ()
+        self._began = around.clock()
+        self._ends = False
+        self._seen_members: tuple[tuple[str, ...], str] = ((), "")
         self._seen_phase: tuple[str, int, str] | None = None
         self._seen_leader: tuple[Term, PeerId] | None = None
 
@@ -102,6 +104,7 @@ class Session:
     async def run(self) -> None:
         """Takes part until the end. The transport must hand its messages to `receive` and its requests to `answer`."""
         self._put(ev.Ready(self.profile))
+        self._end_if_over(self.replica.round)
         loops = [self._spawn(loop) for loop in (self._drive(), self._tick(), self._beat())]
         over = asyncio.ensure_future(self._over.wait())
         try:
@@ -273,9 +276,14 @@ class Session:
         final = update.round >= self.planning.final_round
         if final or update.round % self.planning.save.snapshot_every_rounds == 0:
             self._save_snapshot(state)
-        if final:
-            self.bench.put(ValidateAll(update.round))
+        self._end_if_over(update.round)
         self._beat_now.set()
+
+    def _end_if_over(self, round: int) -> None:
+        """With the last round here nothing is left to train: validate, stay a while for those who lack it, and end."""
+        if round >= self.planning.final_round and not self._ends:
+            self._ends = True
+            self.bench.put(ValidateAll(round))
 
     def _save_snapshot(self, state: LogState) -> None:
         def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
@@ -334,6 +342,7 @@ class Session:
         reached = updates[-1].round if updates else adopted.round if adopted else log.round
         self.around.observe(obs.CaughtUpTo(reached, reached - log.round, self.around.clock() - begun))
         self._put(ev.CaughtUp(tuple(updates), adopted))
+        self._end_if_over(reached)
 
     # ---------------------------------------------------------------- the exchange
 
@@ -389,9 +398,9 @@ class Session:
     def _show_members(self) -> None:
         members = self.around.membership
         sites = tuple(sorted([members.me.site, *(a.site for a in members.live(self.around.clock()))]))
-        if sites != self._seen_sites:
-            self._seen_sites = sites
-            leader = members.site_of(self.replica.leader) if self.replica.leader else ""
+        leader = members.site_of(self.replica.leader) if self.replica.leader else ""
+        if (sites, leader) != self._seen_members:
+            self._seen_members = (sites, leader)
             self.around.observe(obs.MembersChanged(sites, leader, self.replica.term.number))
 
     def _show_links(self) -> None:
@@ -405,11 +414,14 @@ class Session:
         return {link.target: link.bytes_per_second for link in self.around.links.links_from(self.profile.peer)}
 
     async def _linger(self) -> None:
-        """Stay for those who still need the last commit, with a limit."""
+        """Stay for those who still need the last commit, with a limit; right after a start also for those who may come."""
         until = self.around.clock() + LINGER_SECONDS
-        while self.around.clock() < until:
-            others = [a for a in self.around.membership.live(self.around.clock()) if a.trains and a.heartbeat is not None]
-            if all(a.heartbeat.round >= self.planning.final_round for a in others if a.heartbeat is not None):
+        alone = self.replica.view == (self.profile.peer,)
+        earliest = self._began if alone else self._began + self.around.membership.limit_seconds
+        while (now := self.around.clock()) < until:
+            others = [a for a in self.around.membership.live(now) if a.trains and a.heartbeat is not None]
+            last = [a.heartbeat.round >= self.planning.final_round for a in others if a.heartbeat is not None]
+            if now >= earliest and all(last):
                 break
             await asyncio.sleep(0.1)
         self._finish(0, f"the run has reached round {self.planning.final_round}")

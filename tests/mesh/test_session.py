@@ -84,3 +84,27 @@ async def test_stopped_and_started_again_goes_on(tmp_path: Path) -> None:
     parts = await play(tmp_path / "parts", 3, 7)
     assert whole[0].digests()[7] == parts[0].digests()[7]
     assert anchors(whole) == anchors(parts)
+
+
+async def test_a_peer_that_starts_after_the_last_round_ends_by_itself(tmp_path: Path) -> None:
+    """All of them, one alone, and one that must still catch up, from the others that have come back for nothing else."""
+    peers = toy_mesh(tmp_path, ["a", "b", "c"], toy_run(), Network())
+    everybody = [p.peer for p in peers]
+
+    async def play(some: list[ToyPeer]) -> list[tuple[int, str]]:
+        for peer in some:
+            peer.start(everybody)
+        await asyncio.wait_for(asyncio.gather(*(peer.task for peer in some if peer.task)), 60.0)
+        for peer in some:
+            peer.store.close()
+        return [peer.session.outcome for peer in some if peer.session is not None and peer.session.outcome is not None]
+
+    over = (0, "the run has reached round 5")
+    assert await play(peers) == [over] * 3
+    assert await play(peers) == [over] * 3
+    assert await play(peers[1:2]) == [over]
+    late = toy_mesh(tmp_path, ["a", "b", "c", "late"], toy_run(), Network())
+    everybody.append(late[3].peer)
+    assert await play(late) == [over] * 4
+    assert len(anchors(late)) == 1
+    assert late[3].digests()[5] == peers[0].digests()[5]
