@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-all test-compose soak lint bench-micro bench
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n 's/^# //p' Makefile
 
 setup:
 	@scripts/setup.sh
@@ -17,7 +17,7 @@ setup:
 demo: setup
 	$(BIN)/geomesh mesh configs/quickstart.toml --sites peers/ --run.id demo --run.fresh
 
-# Tests of real processes and sockets run one after the other, so that they do not starve each other on a small machine.
+#: Tests of real processes and sockets run one after the other, so that they do not starve each other on a small machine.
 test: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile tests/unit tests/mesh tests/contract
 	$(BIN)/pytest -q tests/process

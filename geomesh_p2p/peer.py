@@ -179,6 +179,8 @@ class Peer:
         for warning in resumed.warnings:
             log.warning("%s", warning)
         me.round, me.digest = resumed.log.round, resumed.log.digest
+        if self.site.emulation is None and not self.site.device.profile:
+            log.info("measuring step times on %s (device.profile, made by `geomesh profile`, saves that)", engine.device_label)
         profile = Profile(transport.peer, self.name, engine.device_label, await self._beside(engine.measure))
         (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
 
@@ -253,6 +255,8 @@ class Peer:
             return
         self.stopping = reason
         if self.session is not None:
+            limit = f"{self.run.net.leave_seconds:g} s (net.leave_seconds)"
+            log.info("%s: leaving after a round without this peer, at most %s; once more to stop at once", reason, limit)
             self.session.leave(reason)
         elif self._main is not None:
             self._main.cancel()

@@ -401,12 +401,13 @@ class Replica:
         s = self.s
         if not s.leaving or s.halted:
             return
+        too_few = sum(peer != s.me for peer in s.view) < s.settings.min_peers  # no round will ever be committed without it
         done = s.settings.final_round is not None and s.round >= s.settings.final_round
         voters = [peer for peer in s.view if peer != s.me and s.alive(peer)]
         nobody_stays = all(s.peers[peer].leaving for peer in voters)
         told = s.quorum(peer for peer in voters if s.peers[peer].beat.round >= s.round)
         gone = s.me not in s.view and self.member.plan is None and told
-        if done or nobody_stays or gone or s.now >= self.leave_by:
+        if done or nobody_stays or too_few or gone or s.now >= self.leave_by:
             s.halt(0, f"left: {s.leaving}")
 
     # -------------------------------------------------------------- what can be seen from outside

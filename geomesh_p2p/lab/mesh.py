@@ -23,7 +23,7 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.engine.files import Made, require_space
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.control import Child
-from geomesh_p2p.lab.report import write_report
+from geomesh_p2p.lab.report import headline, write_report
 from geomesh_p2p.lab.table import SiteView, round_line, table
 from geomesh_p2p.loading import SiteFile
 
@@ -100,7 +100,8 @@ def run_mesh(
                     files.undo(keep="peer.log")
             print(f"geomesh: {mesh.failed_to_start}", file=sys.stderr)
             return code
-        write_report(folder, run, [site.name for site in sites], mesh.state.time_scale)
+        report = write_report(folder, run, [site.name for site in sites], mesh.state.time_scale)
+    print(headline(report), flush=True)
     print(f"geomesh: report in {folder / 'report.md'}", file=sys.stderr)
     return code
 

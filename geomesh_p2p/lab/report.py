@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -52,6 +52,16 @@ def write_report(folder: Path, run: RunConfig, sites: Sequence[str], time_scale:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, folder / name)
     return report
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """What a run came to, in one line."""
+    first, last = report["val_ppl_first"], report["val_ppl_last"]
+    validated = first is not None and last is not None
+    perplexity = f"validation perplexity {first:.2f} -> {last:.2f}" if validated else "not validated"
+    shares = {"straggler idle": report["straggler_idle_share"], "WAN idle": report["wan_idle_share"]}
+    idle = [f"{what} {share:.1%}" for what, share in shares.items() if share is not None]
+    return ", ".join([f"{report['rounds_committed']} rounds, {report['tokens']:,} tokens: {perplexity}", *idle])
 
 
 def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: float | None = None) -> dict[str, Any]:

@@ -211,3 +211,13 @@ def test_a_peer_that_comes_back_is_ready_only_once_it_has_what_the_others_have()
     level = replica("b")
     level.handle(beat("a"), 1.0)
     assert level.heartbeat_fields()["ready"]
+
+
+def test_a_peer_without_which_nothing_can_be_committed_does_not_wait_to_leave() -> None:
+    pair = replica("b", view="ab", min_peers=2)
+    pair.handle(beat("a"), 1.0)
+    assert of_kind(pair.handle(ev.LeaveWanted("asked to"), 1.1), ev.Halt)
+    three = replica("b", view="abc", min_peers=2)
+    three.handle(beat("a"), 1.0)
+    three.handle(beat("c"), 1.0)
+    assert not of_kind(three.handle(ev.LeaveWanted("asked to"), 1.1), ev.Halt), "the others can go on: it leaves in order"
