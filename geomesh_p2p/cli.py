@@ -283,21 +283,22 @@ def _parser() -> _Parser:
         return verb
 
     mesh = add("mesh", _mesh, "Run all sites on this machine, one process each, and report.")
-    mesh.add_argument("--sites", nargs="+", required=True, metavar="PATH", help="site files, or a folder of them")
+    _add_sites(mesh)
     _add_log_format(mesh)
 
     peer = add("peer", _peer, "Run one peer in the foreground.")
     peer.add_argument("--site", required=True, metavar="FILE", help="site file: where this peer runs")
     start = peer.add_mutually_exclusive_group()
     start.add_argument("--first", action="store_true", help="found the run")
-    start.add_argument("--bootstrap", nargs="+", metavar="ADDR", help="peers of the run; @FILE: waits for that file")
+    about_seeds = "peers of the run (also by giving the option several times); @FILE: waits for that file"
+    start.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help=about_seeds)
     peer.add_argument("--address-file", default="", metavar="FILE", help="write this peer's address there once it listens")
     peer.add_argument("--control-fd-in", type=int, metavar="N", help=argparse.SUPPRESS)
     peer.add_argument("--control-fd-out", type=int, metavar="N", help=argparse.SUPPRESS)
     _add_log_format(peer)
 
     plan = add("plan", _plan, "Print what each site would be assigned, and why; trains nothing.")
-    plan.add_argument("--sites", nargs="+", required=True, metavar="PATH", help="site files, or a folder of them")
+    _add_sites(plan)
     plan.add_argument("--json", action="store_true")
 
     profile = add("profile", _profile, "Measure this device on the run's model; writes a profile for a site file.")
@@ -322,6 +323,11 @@ def _parser() -> _Parser:
     show.add_argument("--site", metavar="FILE", help="with the overrides of this site file")
     show.add_argument("--json", action="store_true")
     return parser
+
+
+def _add_sites(verb: argparse.ArgumentParser) -> None:
+    help = "site files, or a folder of them"
+    verb.add_argument("--sites", nargs="+", action="extend", required=True, metavar="PATH", help=help)
 
 
 def _add_log_format(verb: argparse.ArgumentParser) -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from geomesh_p2p import cli
+from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError, UnreachableError
 
 RUN = '[run]\nid = "demo"\n'
@@ -131,6 +133,24 @@ def test_config_show_names_the_origin_of_every_value(
     shown_json = json.loads(capsys.readouterr().out)
     assert shown_json["config"]["run"]["rounds"] == 20
     assert shown_json["origins"]["run.rounds"] == "--run.rounds"
+
+
+def test_seeds_given_one_by_one_are_all_kept(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that kept only the last one could not come back into the run while that one is down."""
+    site = tmp_path / "north.toml"
+    site.write_text('[site]\nname = "north"\n')
+    addresses = [f"/ip4/127.0.0.1/tcp/{4100 + i}/p2p/12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq" for i in range(3)]
+    seeds: list[str] = []
+
+    def run_peer(config: RunConfig, *_: object) -> int:
+        seeds.extend(config.net.seeds)
+        return 0
+
+    peer = SimpleNamespace(PeerOptions=lambda **_: None, run_peer=run_peer, torch_engine=None)
+    monkeypatch.setitem(sys.modules, "geomesh_p2p.peer", peer)  # the real one would load hivemind into this process
+    words = ["peer", str(run_file), "--site", str(site), "--bootstrap", addresses[0], "--bootstrap", *addresses[1:]]
+    assert cli.main(words) == 0
+    assert seeds == addresses
 
 
 def test_an_address_may_come_from_a_file_that_is_not_yet_there(tmp_path: Path) -> None:
