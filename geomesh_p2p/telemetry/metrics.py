@@ -82,6 +82,7 @@ class Metrics:
         }
         ProcessCollector(namespace="geomesh", registry=self.registry)
         self._remotes: set[str] = set()
+        self._gone: set[str] = set()  # remotes that were lost: what still comes in about them counts for nothing
         self._warned: set[str] = set()
         self._plan: Plan | None = None
         self._saved_at: float | None = None
@@ -133,6 +134,7 @@ class Metrics:
             case seen.MembersChanged():
                 self._of("members").set(len(event.sites))
                 self._of("term").set(event.term)
+                self._gone -= set(event.sites)
                 for remote in self._remotes - set(event.sites):
                     self._forget(remote)
             case seen.PeerJoined():
@@ -144,7 +146,7 @@ class Metrics:
                 self._of("elections").inc()
                 self._of("term").set(event.term)
                 self._of("is_leader").set(event.self_is_leader)
-            case seen.LinkMeasured():
+            case seen.LinkMeasured() if event.remote not in self._gone:
                 self._remotes.add(event.remote)
                 self._of("link_rtt_seconds", remote=event.remote).set(event.rtt_seconds)
                 self._of("link_bytes_per_second", remote=event.remote).set(event.bytes_per_second)
@@ -196,8 +198,9 @@ class Metrics:
             ("overhead_bytes", "received", event.overhead_received),
         ):
             for remote, count in traffic.items():
-                self._remotes.add(remote)
-                self._of(name, direction=direction, remote=remote).inc(count)
+                if remote not in self._gone:
+                    self._remotes.add(remote)
+                    self._of(name, direction=direction, remote=remote).inc(count)
 
     def _warn(self, reason: str) -> None:
         if reason == DIGEST_MISMATCH:
@@ -210,6 +213,7 @@ class Metrics:
     def _forget(self, remote: str) -> None:
         """A lost remote's series go; should it come back, they begin again at zero."""
         self._remotes.discard(remote)
+        self._gone.add(remote)
         for name, (_, labels, _) in TABLE.items():
             if "remote" in labels:
                 self._all[name].remove_by_labels({"remote": remote})
