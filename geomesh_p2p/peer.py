@@ -322,7 +322,8 @@ class Peer:
                 founding = await join(transport, membership, self.run.net, engine.weights_digest)
         self._save_config(engine.parameters, membership.me.settings)
         if not self.joined:
-            store.save_durable(Durable(NO_TERM, False))
+            if store.load_durable() is None:
+                store.save_durable(Durable(NO_TERM, False))
             store.save_founding(founding)
             self.joined = True
         return founding
@@ -339,7 +340,8 @@ class Peer:
         engine, resumed, founding = local
         held, durable = store.load_held(), store.load_durable()
         assert durable is not None, "kept since the run was joined"
-        replica = Replica(transport.peer, self.name, resumed.log, durable, held[0] if held else None, self._replica_settings())
+        me, had, own = transport.peer, held[0] if held else None, self._replica_settings()
+        replica = Replica(me, self.name, resumed.log, durable, had, own, resumed.newest_ever)
         history = HistoryWriter(self.folder / "history.jsonl", transport.peer, self.name)
         if resumed.log.round == 0:
             first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}

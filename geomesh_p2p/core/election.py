@@ -155,7 +155,7 @@ class Election:
             self.leader = ""                 # who has no vote cannot stand, but does not go on waiting for somebody lost
         if self.role == "leader" or s.me not in s.view or s.now < self.stand_at:
             return None
-        if s.catching_up:
+        if s.catching_up or s.forgetful:
             self.stand_at = s.now + self._pause()
             return None
         if self.role in ("asking", "candidate"):     # not enough answers in time
@@ -201,7 +201,9 @@ class Election:
             newer = term > s.term or (term == s.term and not request.pre and self.role == "follower")
         else:
             newer = term.number >= s.term.number
-        if request.pre:
+        if s.forgetful:
+            granted = False
+        elif request.pre:
             led = self.role == "leader" or (
                 self.leader not in ("", sender) and s.now - self.leader_heard <= s.timing.heartbeat_limit_seconds
             )

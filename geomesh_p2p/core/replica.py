@@ -34,12 +34,21 @@ __all__ = ["Replica", "Settings"]
 class Replica:
     """The protocol of one peer. `log` is the replica's own from here on: it appends to it (read it, do not write it).
 
-    `durable` and `held` are what the folder remembers (`Durable(NO_TERM, False)` and None in a new one)."""
+    `durable` and `held` are what the folder remembers (`Durable(NO_TERM, False)` and None in a new one), `newest_ever` the
+    newest round it ever had committed, if the log has lost some."""
 
     def __init__(
-        self, me: PeerId, site: str, log: RoundLog, durable: ev.Durable, held: Held | None, settings: Settings
+        self,
+        me: PeerId,
+        site: str,
+        log: RoundLog,
+        durable: ev.Durable,
+        held: Held | None,
+        settings: Settings,
+        newest_ever: int = 0,
     ) -> None:
         self.s = State(me, site, log, durable, held, settings)
+        self.s.had = max(newest_ever, log.round)
         self.election = Election(self.s)
         self.member = Member(self.s, self._report)
         self.behind = Behind(self.s)
@@ -482,6 +491,8 @@ class Replica:
             return f"the updates up to round {self.behind.round}"
         if self.leading is not None and self.leading.waiting:
             return self.leading.waiting
+        if s.forgetful:
+            return f"somebody who has the updates up to round {s.had}, which this peer has lost"
         if not self.election.leader:
             missing = [peer for peer in s.view if not s.alive(peer)]
             return f"a leader; voters not heard: {s.sites(missing)}" if missing else "a leader to be elected"

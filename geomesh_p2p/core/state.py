@@ -60,6 +60,7 @@ class State:
         self.halted = False
         self._discarded: Digest = b""
         self.catching_up = False
+        self.had = log.round                 # the newest round committed here in an earlier life, though it may be lost
         self.up_to_date = set(log.voters) <= {me}  # latched: a peer that comes back does not know yet what it has missed
 
     # -------------------------------------------------------------- reading
@@ -80,6 +81,11 @@ class State:
     def ready(self) -> bool:
         """Holds the anchor of its last round and can train."""
         return self.profile is not None and self.settings.trains and not self.catching_up
+
+    @property
+    def forgetful(self) -> bool:
+        """Lacks rounds that it once had committed: its vote could undo one. It catches up first, if there are others."""
+        return self.round < self.had and self.view != (self.me,)
 
     def held_next(self) -> Held | None:
         """The held record, if it is for the round after the last committed one."""

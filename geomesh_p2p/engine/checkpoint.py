@@ -26,6 +26,7 @@ __all__ = ["DiskStore", "Manifest", "Receiver", "Snapshot", "Snapshots"]
 _FOUNDING, _DURABLE, _HELD, _UPDATE = b"GMFOUND1", b"GMSTATE1", b"GMHELD_1", b"GMUPDAT1"
 _TYPES: dict[bytes, type] = {_FOUNDING: Founding, _DURABLE: Durable, _HELD: Held, _UPDATE: Update}
 _NAME = re.compile(r"(\d{8,})\.update")
+_HAD = re.compile(r"(\d{8,})\.(update|damaged)")
 
 
 class DiskStore:
@@ -101,6 +102,11 @@ class DiskStore:
         write_record(self.folder / "held.record", _HELD, pack(held), body)
         self._held = held
 
+    def set_held_aside(self) -> None:
+        """Moves a held record that cannot be read out of the way."""
+        os.rename(self.folder / "held.record", self.folder / "held.damaged")
+        sync_folder(self.folder)
+
     # ------------------------------------------------------------ the log
 
     def _path(self, round: int) -> Path:
@@ -145,6 +151,11 @@ class DiskStore:
     def _present(self) -> set[int]:
         names = (_NAME.fullmatch(path.name) for path in self._log.iterdir())
         return {int(name[1]) for name in names if name}
+
+    def newest_ever(self) -> int:
+        """The newest round whose update was once here, sound or not; 0 if there was none."""
+        names = (_HAD.fullmatch(path.name) for path in self._log.iterdir())
+        return max((int(name[1]) for name in names if name), default=0)
 
     def set_aside(self, round: int) -> Path:
         """Moves a damaged update out of the log, so that a sound copy from another peer can be appended; says where to."""

@@ -20,12 +20,14 @@ from geomesh_p2p.errors import DataError
 
 @dataclass(frozen=True)
 class Resumed:
-    """`warnings` says in words what on disk could not be used."""
+    """`warnings` says in words what on disk could not be used. `newest_ever`: the round this peer once had committed, perhaps
+    newer than `log`, if that is damaged."""
 
     log: RoundLog
     state: OuterState
     residual: Vector | None
     warnings: tuple[str, ...]
+    newest_ever: int
 
 
 Settings = tuple[Layout, CodecSection, OuterSection]
@@ -38,6 +40,8 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
     snapshot = snapshots.newest()
     if snapshot is None:
         log, state = RoundLog.founded(founding), OuterState.founded(engine.weights().copy())
+    elif snapshot.manifest.state.run != founding.run:
+        raise DataError(f"{snapshots.path(snapshot.manifest.round)} is of another run than founding.record: move it away")
     else:
         log, state = RoundLog(snapshot.manifest.state), OuterState(snapshot.anchor, snapshot.momentum)
         if snapshot.inner is not None:
@@ -49,7 +53,8 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
         apply_update(state, layout, codec, outer, update, body)
     engine.set_weights(state.anchor)
     residual = snapshot.residual if snapshot is not None and snapshot.manifest.round == log.round else None
-    return Resumed(log, state, residual, tuple(warnings))
+    newest_ever = max([log.round, store.newest_ever(), *snapshots.rounds()])
+    return Resumed(log, state, residual, tuple(warnings), newest_ever)
 
 
 def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Update, bytes] | None:
@@ -66,10 +71,18 @@ def retire_identity_without_state(store: DiskStore, folder: Path) -> str:
     key = folder / "identity.key"
     if store.load_founding() is None:
         return ""
+    lost = "state.record"
     with suppress(DataError):
         if store.load_durable() is not None:
-            return ""
+            lost = ""
+    try:
+        store.load_held()
+    except DataError:
+        store.set_held_aside()
+        lost = "held.record, kept as held.damaged"
+    if not lost:
+        return ""
     if key.exists():
         key.rename(folder / f"identity.key.retired-{time.strftime('%Y%m%d-%H%M%S')}")
     store.save_durable(Durable(NO_TERM, False))
-    return f"{folder}: what this peer had promised is lost (state.record): it takes a new identity"
+    return f"{folder}: what this peer had promised is lost ({lost}): it takes a new identity"

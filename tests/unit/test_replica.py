@@ -6,9 +6,11 @@ import pytest
 
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
+from geomesh_p2p.core.log import LogState, RoundLog
+from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.round import NOT_READY, RESTARTED
-from geomesh_p2p.core.types import Term
-from tests.unit.replicas import BASE, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
+from geomesh_p2p.core.types import Range, Term
+from tests.unit.replicas import BASE, RUN, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
 
 
 def offer(p: object, sender: str = "a") -> ev.Received:
@@ -158,6 +160,30 @@ def test_a_voter_that_the_others_cannot_do_without_leaves_by_an_update_without_b
     report = m.HeldReport(4, again.term, again.attempt, b"", again.held.update)
     assert "AppendCommit" in order(leader.handle(ev.Received("a", report), 20.6))
     assert leader.view == ("b",)
+
+
+def test_a_peer_that_has_lost_a_committed_round_votes_only_once_it_has_it_again() -> None:
+    """Else it could be half of a quorum that commits another update for the round that it was part of committing."""
+    log = RoundLog(LogState(RUN, 3, BASE, ("a", "b", "c"), (Range(0, 100),), 100))
+    b = Replica("b", "site-b", log, ev.Durable(T1, False), None, Settings(), newest_ever=4)
+    b.handle(ev.Tick(), 0.0)
+    for number in range(1, 40):
+        assert not sent(b.handle(ev.Tick(), number), m.VoteRequest)
+    assert "updates up to round 4, which this peer has lost" in b.waiting_for
+    for pre in (True, False):
+        vote = sent(b.handle(ev.Received("c", m.VoteRequest(pre, Term(2, "c"), 3, BASE, None)), 40.0), m.Vote)[0][1]
+        assert not vote.granted
+    b.handle(beat("a", round=4, digest=update(plan()).digest), 41.0)
+    b.handle(ev.CaughtUp((update(plan()),)), 42.0)
+    request = m.VoteRequest(False, Term(3, "c"), 4, update(plan()).digest, None)
+    assert sent(b.handle(ev.Received("c", request), 43.0), m.Vote)[0][1].granted
+
+
+def test_a_lone_peer_that_has_lost_its_newest_round_goes_on_from_the_one_before() -> None:
+    log = RoundLog(LogState(RUN, 3, BASE, ("a",), (Range(0, 100),), 100))
+    a = Replica("a", "site-a", log, ev.Durable(T1, False), None, Settings(), newest_ever=4)
+    a.handle(ev.Tick(), 0.0)
+    assert a.is_leader
 
 
 def test_leavers_train_once_more_so_that_a_newcomer_gets_the_vote_that_is_needed_after_them() -> None:

@@ -1,0 +1,84 @@
+"""What a restarted peer knows of itself, from a folder that is sound or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_checkpoint import DURABLE, FOUNDING, body_of, filled, held_of, pieces, update_of
+
+from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core.layout import Layout, Tensor
+from geomesh_p2p.core.log import LogState
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.resume import resume, retire_identity_without_state
+from geomesh_p2p.errors import DataError
+
+SETTINGS = (Layout((Tensor("w", 8, 1),)), CodecSection(), OuterSection())
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def weights() -> Any:
+    return SimpleNamespace(weights=lambda: np.zeros(8, np.float32), set_weights=lambda anchor: None)
+
+
+def snapshot(folder: Path, round: int, run: bytes = FOUNDING.run) -> Snapshots:
+    snapshots = Snapshots(folder)
+    state = LogState(run, round, b"d" * 32, ("peer-a", "peer-b"), (Range(0, 4),), 100)
+    snapshots.write(state, np.ones(8, np.float32), np.zeros(8, np.float32))
+    return snapshots
+
+
+def test_a_damaged_newest_update_is_set_aside_but_not_forgotten(tmp_path: Path) -> None:
+    """At the restart after that too, as the peer has not caught up yet."""
+    with filled(tmp_path) as store:
+        snapshots = snapshot(tmp_path, 2)
+        store.append(update_of(3), pieces(body_of(3)))
+        spoil(tmp_path / "log" / "00000003.update")
+        found = resume(store, snapshots, weights(), FOUNDING, SETTINGS)
+        assert (found.log.round, found.newest_ever) == (2, 3)
+        assert "00000003.damaged" in found.warnings[0]
+    with DiskStore(tmp_path) as store:
+        assert resume(store, snapshots, weights(), FOUNDING, SETTINGS).newest_ever == 3
+
+
+def test_a_damaged_newest_snapshot_is_not_forgotten(tmp_path: Path) -> None:
+    with filled(tmp_path) as store:
+        snapshot(tmp_path, 2)
+        snapshots = snapshot(tmp_path, 7)
+        spoil(snapshots.path(7) / "shared.safetensors")
+        found = resume(store, snapshots, weights(), FOUNDING, SETTINGS)
+        assert (found.log.round, found.newest_ever) == (2, 7)
+
+
+def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
+    with filled(tmp_path) as store, pytest.raises(DataError, match="snapshot-2 is of another run"):
+        resume(store, snapshot(tmp_path, 2, b"x" * 32), weights(), FOUNDING, SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["held.record", "state.record"])
+def test_a_damaged_promise_costs_the_identity(tmp_path: Path, name: str) -> None:
+    """The peer must not go on as if it had promised nothing, and need not be helped by hand."""
+    filled(tmp_path).close()
+    (tmp_path / "identity.key").write_bytes(b"key")
+    with DiskStore(tmp_path) as store:
+        assert retire_identity_without_state(store, tmp_path) == ""
+    spoil(tmp_path / name)
+    with DiskStore(tmp_path) as store:
+        assert name in retire_identity_without_state(store, tmp_path)
+        assert not (tmp_path / "identity.key").exists()
+        assert len(list(tmp_path.glob("identity.key.retired-*"))) == 1
+        assert store.load_durable() != DURABLE
+        assert store.load_held() == ((held_of(3), body_of(3)) if name == "state.record" else None)
+        (tmp_path / "identity.key").write_bytes(b"new key")
+        assert retire_identity_without_state(store, tmp_path) == ""
+        assert (tmp_path / "identity.key").read_bytes() == b"new key"
