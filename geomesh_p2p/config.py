@@ -233,7 +233,8 @@ class SiteConfig(Section):
     device: DeviceSection = DeviceSection()
     emulation: EmulationSection | None = None
     links: dict[str, LinkSection] = {}
-    """By site name; `default` holds for all that are not named. The slower of both ends' values counts."""
+    """By site name; `default` holds for all that are not named. Each holds for what this site
+    sends; what it receives is emulated by the other end."""
     net: dict[str, object] = {}
     """Overrides of the run file's [net] for this site."""
     metrics: dict[str, object] = {}

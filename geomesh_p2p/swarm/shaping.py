@@ -25,11 +25,6 @@ class Shape:
     def free(self) -> bool:
         return self.delay_seconds <= 0 and self.bytes_per_second is None
 
-    def worse_of(self, other: Shape) -> Shape:
-        """The slower of both ends' values."""
-        rates = [rate for rate in (self.bytes_per_second, other.bytes_per_second) if rate is not None]
-        return Shape(max(self.delay_seconds, other.delay_seconds), min(rates, default=None))
-
 
 class Shaper:
     def __init__(self, shape: Shape) -> None:
