@@ -20,13 +20,12 @@ import psutil
 import torch
 
 from geomesh_p2p.config import DeviceSection, EmulationSection
+from geomesh_p2p.core.emulation import emulated_seconds
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.errors import ConfigError, DataError
 
 FREE_SHARE = 0.1
 """Share of a GPU's memory that a step leaves free."""
-EMULATED_SHARE = 0.8
-"""Share of its fair part of this host that the fastest emulated peer uses; the rest absorbs noise."""
 
 
 def choose_device(name: str, file: str = "") -> torch.device:
@@ -193,11 +192,6 @@ def read_profile(path: Path, parameters: int, sequence_length: int) -> tuple[Bat
 # ---------------------------------------------------------------- emulated devices
 
 
-def emulated_seconds(emulation: EmulationSection, time_scale: float, batch: int) -> float:
-    """Seconds of one emulated inner step of `batch` sequences."""
-    return time_scale * (emulation.fixed_seconds + batch * emulation.sequence_seconds)
-
-
 def emulated_curve(emulation: EmulationSection, time_scale: float, max_batch: int | None = None) -> tuple[BatchTime, ...]:
     limit = min(emulation.max_batch, max_batch or emulation.max_batch)
     following = batches_up_to(limit)
@@ -207,19 +201,6 @@ def emulated_curve(emulation: EmulationSection, time_scale: float, max_batch: in
         curve.append(BatchTime(batch, emulated_seconds(emulation, time_scale, batch)))
         batch = following(batch)
     return tuple(curve)
-
-
-def time_scale_for(tokens_per_second: float, emulations: Sequence[EmulationSection], sequence_length: int) -> float:
-    """The time scale of all emulated peers of one host that together really do `tokens_per_second`.
-
-    The fastest of the N gets EMULATED_SHARE / N of that rate at its largest batch; the others follow in proportion.
-    """
-    if tokens_per_second <= 0 or not emulations:
-        raise ValueError(
-            f"a time scale needs a rate above 0 and at least one device, not {tokens_per_second} and {len(emulations)}"
-        )
-    fastest = max(e.max_batch * sequence_length / emulated_seconds(e, 1.0, e.max_batch) for e in emulations)
-    return fastest / (EMULATED_SHARE * tokens_per_second / len(emulations))
 
 
 @dataclass

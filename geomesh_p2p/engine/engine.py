@@ -15,6 +15,7 @@ import torch
 
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.canonical import Digest, digest
+from geomesh_p2p.core.emulation import emulated_seconds, time_scale_for
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.observations import TrainingProgress
 from geomesh_p2p.core.ports import InnerResult, Vector
@@ -125,7 +126,7 @@ class TorchEngine:
         """The emulation's time scale; calibrated for this peer alone if nobody set one."""
         assert self.site.emulation is not None
         if self.time_scale is None:
-            self.time_scale = devices.time_scale_for(self.measure_rate(), [self.site.emulation], self.corpus.sequence_length)
+            self.time_scale = time_scale_for(self.measure_rate(), [self.site.emulation], self.corpus.sequence_length)
         return self.time_scale
 
     def _trial_step(self, batch: int) -> None:
@@ -139,7 +140,7 @@ class TorchEngine:
         pacer = None
         if (emulation := self.site.emulation) is not None:
             scale = self._scale()
-            pacer = devices.Pacer(lambda batch: devices.emulated_seconds(emulation, scale, batch), started)
+            pacer = devices.Pacer(lambda batch: emulated_seconds(emulation, scale, batch), started)
         return run_round(self.loop, self.corpus, assignment, plan, should_close, pacer, self.report)
 
     def validate(self, share: int, of: int) -> tuple[float, int]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.engine.files import Made, require_space
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.control import Child
@@ -27,8 +28,6 @@ from geomesh_p2p.lab.report import headline, write_report
 from geomesh_p2p.lab.table import SiteView, round_line, table
 from geomesh_p2p.loading import SiteFile
 
-# The fastest emulated device gets this share of what one of N peers can really do on this host.
-EMULATED_SHARE = 0.8
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GEOMESH = (sys.executable, "-m", "geomesh_p2p.cli")
 
@@ -134,15 +133,10 @@ def peer_commands(
 
 
 def time_scale(sites: Sequence[SiteFile], sequence_length: int, tokens_per_second: Mapping[str, float]) -> float:
-    """The factor on emulated step times with which the fastest emulated device does EMULATED_SHARE of R/N tokens a second:
-    R is what the peers in `tokens_per_second` did together while all ran real steps, N their number."""
-    rates = [
-        emulation.max_batch * sequence_length / (emulation.fixed_seconds + emulation.max_batch * emulation.sequence_seconds)
-        for site in sites
-        if site.name in tokens_per_second and (emulation := site.config.emulation) is not None
-    ]
-    fair = sum(tokens_per_second.values()) / len(tokens_per_second)
-    return max(rates) / (EMULATED_SHARE * fair)
+    """The time scale of the emulated sites in `tokens_per_second`: what each did while all ran real steps together."""
+    measured = [site.config for site in sites if site.name in tokens_per_second]
+    emulations = [config.emulation for config in measured if config.emulation is not None]
+    return time_scale_for(sum(tokens_per_second.values()), emulations, sequence_length)
 
 
 def move_aside(folder: Path) -> Path | None:

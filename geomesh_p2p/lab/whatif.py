@@ -13,6 +13,7 @@ from typing import Any
 
 from geomesh_p2p.config import LinkSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core import codec
+from geomesh_p2p.core.emulation import emulated_seconds
 from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, Volume
 from geomesh_p2p.core.layout import Layout, Tensor, layout_of
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round
@@ -119,8 +120,8 @@ def _curve(site: SiteConfig, run: RunConfig, layout: Layout) -> tuple[BatchTime,
         emulation = site.emulation
         largest = min(emulation.max_batch, limit or emulation.max_batch)
         scale = emulation.time_scale or 1.0
-        fixed, each = scale * emulation.fixed_seconds, scale * emulation.sequence_seconds
-        return tuple(BatchTime(batch, fixed + batch * each) for batch in sorted({1, largest}))  # a line: its ends say it all
+        ends = sorted({1, largest})  # a line: its ends say it all
+        return tuple(BatchTime(batch, emulated_seconds(emulation, scale, batch)) for batch in ends)
     if not site.device.profile:
         raise ConfigError(
             f"site {site.site.name}: its speed is not known; run `geomesh profile` there and name the file in device.profile"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from geomesh_p2p.config import EmulationSection
+from geomesh_p2p.core.emulation import emulated_seconds, time_scale_for
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.engine import device as devices
 from geomesh_p2p.errors import ConfigError, DataError
@@ -149,10 +150,10 @@ def test_an_emulated_curve_is_its_description_times_the_scale():
 
 
 def test_the_fastest_peer_of_a_host_gets_a_part_of_its_fair_share():
-    scale = devices.time_scale_for(10_000.0, [L40S, H100, L40S, L40S], sequence_length=100)
-    assert 16 * 100 / devices.emulated_seconds(H100, scale, 16) == pytest.approx(0.8 * 10_000 / 4)
+    scale = time_scale_for(10_000.0, [L40S, H100, L40S, L40S], sequence_length=100)
+    assert 16 * 100 / emulated_seconds(H100, scale, 16) == pytest.approx(0.8 * 10_000 / 4)
     with pytest.raises(ValueError, match="rate above 0"):
-        devices.time_scale_for(0.0, [H100], 100)
+        time_scale_for(0.0, [H100], 100)
 
 
 def test_a_late_step_is_caught_up():

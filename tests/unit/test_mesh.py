@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.emulation import EMULATED_SHARE
 from geomesh_p2p.errors import TemporaryError
-from geomesh_p2p.lab.mesh import EMULATED_SHARE, Limits, peer_commands, run_mesh, time_scale
+from geomesh_p2p.lab.mesh import Limits, peer_commands, run_mesh, time_scale
 from geomesh_p2p.lab.table import SiteView, round_line, size, table
 from geomesh_p2p.loading import SiteFile, load_sites
 
