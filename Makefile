@@ -6,7 +6,7 @@
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all test-compose soak lint bench-micro bench
+.PHONY: help setup demo test test-all test-faultless test-compose soak lint bench-micro bench
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -19,11 +19,17 @@ demo: setup
 
 #: Tests of real processes and sockets run one after the other, so that they do not starve each other on a small machine.
 test: setup
-	$(BIN)/pytest -q -n 2 --dist loadfile tests/unit tests/mesh tests/contract
-	$(BIN)/pytest -q tests/process
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/unit tests/mesh tests/contract tests/golden
+	$(BIN)/pytest -q -m "not long" tests/process
 
+#: Those that take too long for every change; then the fault tests with their faults switched off, each of which must fail.
 test-all: test
-	$(BIN)/pytest -q tests/golden
+	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/unit tests/mesh tests/contract tests/golden
+	$(BIN)/pytest -q -m long tests/process
+	$(BIN)/pytest -q --without-faults tests
+
+test-faultless: setup
+	$(BIN)/pytest -q --without-faults -m "fault and not long" tests
 
 lint: setup
 	$(BIN)/ruff check .

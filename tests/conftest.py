@@ -1,4 +1,9 @@
-"""Settings of all tests: one torch thread, hypothesis without deadlines (a busy machine is no failure), examples repeatable."""
+"""Settings of all tests: one torch thread, hypothesis without deadlines (a busy machine is no failure), examples repeatable.
+
+Marks: `case("C001")` a case of docs/faults.md that the test shows; `fault`: it injects faults and proves that they fired;
+`long`: too long for `make test`, run by `make test-all`. --without-faults runs the fault tests alone with every injection
+switched off, and wants each to say that its fault did not fire.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 from hypothesis import settings
+
+from tests.injection.proof import SWITCH, NotFired
 
 settings.register_profile("geomesh", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("geomesh")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-faults", action="store_true", help="switch all injections off: every fault test must fail")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-faults"):
+        os.environ[SWITCH] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--without-faults"):
+        return
+    others = [item for item in items if item.get_closest_marker("fault") is None]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item.get_closest_marker("fault") is not None]
+    for item in items:
+        item.add_marker(pytest.mark.xfail(raises=NotFired, strict=True, reason="its fault is switched off"))
