@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import socket
@@ -16,6 +17,7 @@ from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
 
 EXAMPLE = "/ip4/203.0.113.5/tcp/4100"
+MOST_ADDRESSES = 8           # of one peer that are dialled
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,40 @@ def parse(text: str, setting: str) -> Address:
     if host is None or "tcp" not in found:
         raise ConfigError(f"{setting}: {text!r} has no host or no TCP port: write it like {EXAMPLE}")
     return Address(text, host, int(found["tcp"]), str(found.get("p2p", "")))
+
+
+async def answering(addresses: Iterable[str], limit_seconds: float = 3.0) -> str:
+    """Empty if a TCP port answers at one of `addresses`, or if that cannot be asked (a relay), else why not, in a few words."""
+    tries = [asyncio.create_task(_answers(text, limit_seconds)) for text in addresses]
+    why = ""
+    try:
+        for tried in asyncio.as_completed(tries):
+            if not (why := await tried):
+                return ""
+    finally:
+        for task in tries:
+            task.cancel()
+    return why
+
+
+async def _answers(text: str, limit_seconds: float) -> str:
+    try:
+        address = parse(text, "address")
+    except ConfigError:
+        return ""
+    if "/p2p-circuit" in text:
+        return ""
+    try:
+        async with asyncio.timeout(limit_seconds):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except TimeoutError:
+        return f"no answer within {limit_seconds:g} s"
+    except ConnectionRefusedError:
+        return "connection refused: nothing listens there"
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    writer.close()
+    return ""
 
 
 def check_addresses(listen: str, announce: str, seeds: Iterable[str]) -> tuple[Address, tuple[Address, ...]]:

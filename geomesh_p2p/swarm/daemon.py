@@ -128,6 +128,12 @@ class Daemon:
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError, ValueError) as error:
             raise Unreachable(str(error)) from None
 
+    async def connected(self, peer: PeerId) -> bool:
+        try:
+            return any(info.peer_id.to_base58() == peer for info in await self.p2p.list_peers())
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError):
+            return False
+
     async def open(self, peer: PeerId, protocol: str, stream: FrameStream) -> None:
         """Connect `stream` to the handler of `protocol` at `peer`. Raises Unreachable with libp2p's reason."""
         ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])

@@ -22,7 +22,7 @@ from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import UnreachableError
 from geomesh_p2p.swarm import wire
-from geomesh_p2p.swarm.addresses import Address, check_addresses, check_port_free, parse
+from geomesh_p2p.swarm.addresses import MOST_ADDRESSES, Address, answering, check_addresses, check_port_free, parse
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
 from geomesh_p2p.swarm.links import LinkTable
@@ -160,6 +160,8 @@ class Libp2pTransport:
         while True:
             try:
                 async with asyncio.timeout(DIAL_SECONDS):
+                    if why := await answering((target.text,)):
+                        raise Unreachable(why)
                     await self._dial(target.peer, (target.text,))
                 del outcomes[target.text]
                 self._met_peers[target.peer] = None
@@ -182,9 +184,9 @@ class Libp2pTransport:
     # ------------------------------------------------------------ the other peers
 
     def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        remote = self._remote(peer)
-        if addresses and tuple(addresses) != remote.addresses:
-            remote.addresses = tuple(addresses)
+        remote, newest = self._remote(peer), tuple(addresses)[:MOST_ADDRESSES]
+        if newest and newest != remote.addresses:
+            remote.addresses = newest
             remote.try_now()
 
     def shape(self, peer: PeerId, shape: Shape) -> None:
@@ -206,6 +208,9 @@ class Libp2pTransport:
             raise Unreachable("this transport is not running" if daemon is None else "a peer does not dial itself")
         try:
             if addresses:
+                # libp2p waits longer and longer after a failed dial, up to minutes: it dials once it can succeed.
+                if not await daemon.connected(peer) and (why := await answering(addresses)):
+                    raise Unreachable(f"{peer}: {why}")
                 await daemon.connect(peer, addresses)
             await daemon.open(peer, protocol, stream)
         except ValueError as error:

@@ -22,6 +22,7 @@ from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.remote import CONTROL
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.transport import Libp2pTransport
+from tests.injection.proof import fired, inject
 
 PATIENCE_SECONDS = 20.0
 Opener = Callable[..., "asyncio.Future[Libp2pTransport]"]
@@ -254,6 +255,45 @@ async def test_peer_killed_and_started_again_is_reached_on_the_same_port(opened:
     finally:
         parent.kill()
         parent.wait()
+
+
+@pytest.mark.fault
+async def test_a_peer_that_was_away_is_reached_at_the_first_dial_after_it_is_back(opened: Opener) -> None:
+    """libp2p by itself would wait a share of the time that it was away, up to minutes: it is not asked while nobody listens."""
+    heard: list[tuple[str, Message]] = []
+    a, b = await opened("a"), await opened("b", heard)
+    port = b.addresses()[0].split("/")[4]
+    await a.connect_seeds(b.addresses())
+    a.send(b.peer, Leave("before"))
+    await eventually(lambda: bool(heard))
+    assert a.daemon is not None
+    dialled: list[str] = []
+    connect = a.daemon.connect
+
+    async def counted(peer: str, addresses: tuple[str, ...]) -> None:
+        try:
+            await connect(peer, addresses)
+        except Unreachable:
+            dialled.append("in vain")
+            raise
+        dialled.append("reached")
+
+    a.daemon.connect = counted  # type: ignore[method-assign]
+    stopping = inject(b.stop)
+    fired(stopping, "the other peer is stopped")
+    assert stopping is not None
+    await stopping
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while a.traffic()[b.peer].dropped < 5:  # as many tries have failed
+            a.send(b.peer, Leave("away"))
+            await asyncio.sleep(0.02)
+    heard.clear()
+    await opened("b", heard, listen=f"/ip4/127.0.0.1/tcp/{port}")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not heard:
+            a.send(b.peer, Leave("back"))
+            await asyncio.sleep(0.02)
+    assert "in vain" not in dialled
 
 
 # ---------------------------------------------------------------- frames from outside
