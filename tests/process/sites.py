@@ -1,4 +1,8 @@
-"""Real peers as real processes: tiny model, quick timing, real libp2p. What they did is read from their own files."""
+"""Real peers as real processes: tiny model, quick timing, real libp2p. What they did is read from their own files.
+
+With `command=LIGHT` the peers have no torch: a vector is their model, and they start in about a second. With `network=` each
+peer announces a proxy of that network (tests/injection/proxy.py) in front of the port that it listens on.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.injection.proxy import Network, free_port
+
+ROOT = Path(__file__).parents[2]
+LIGHT = (sys.executable, "-m", "tests.injection.peer")
 
 RUN = """
 [run]
@@ -58,6 +67,13 @@ time_scale = 1.0
 """
 
 
+PROXIED = """
+[net]
+listen = "/ip4/127.0.0.1/tcp/{port}"
+announce = "/ip4/127.0.0.1/tcp/{proxy}"
+"""
+
+
 def until(condition: Callable[[], Any], what: str, limit_seconds: float = 150.0) -> Any:
     """The first true value of `condition`; fails, saying what was waited for, at the limit."""
     deadline = time.monotonic() + limit_seconds
@@ -76,6 +92,7 @@ class Site:
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     extra: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -95,7 +112,10 @@ class Site:
             *self.extra,
         ]
         with (self.mesh.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=self.mesh.environment)
+            environment = {**self.mesh.environment, **self.environment}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=environment)
+        if self.mesh.network is not None:
+            self.mesh.network.process(self.name, self.process.pid)
 
     @property
     def address_file(self) -> Path:
@@ -142,20 +162,38 @@ class Sites:
         inner_steps: int = 3,
         sequence_seconds: float = 0.1,
         command: Sequence[str] = (sys.executable, "-m", "geomesh_p2p.cli"),
+        network: Network | None = None,
     ) -> None:
         self.folder = folder
         self.command = command
+        self.network = network
         corpus = folder / "corpus.txt"
         corpus.write_text("".join(f"line {i}: the quick brown fox counts {i * i} sheep\n" for i in range(6000)))
         self.run_file = folder / "run.toml"
         self.run_file.write_text(RUN.format(rounds=rounds, corpus=corpus, inner_steps=inner_steps))
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.sites = [Site(self, name) for name in names]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        self.sequence_seconds = sequence_seconds
+        self.sites: list[Site] = []
         for name in names:
-            (folder / f"{name}.toml").write_text(SITE.format(name=name, sequence_seconds=sequence_seconds))
+            self.add(name)
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
+
+    def add(self, name: str) -> Site:
+        """One more site, not started."""
+        text = SITE.format(name=name, sequence_seconds=self.sequence_seconds)
+        if self.network is not None:
+            port = free_port()
+            text += PROXIED.format(port=port, proxy=self.network.front(name, port).port)
+        (self.folder / f"{name}.toml").write_text(text)
+        site = Site(self, name)
+        self.sites.append(site)
+        return site
+
+    def __getitem__(self, name: str) -> Site:
+        return next(site for site in self.sites if site.name == name)
 
     def start(self) -> None:
         self.sites[0].start(first=True)
