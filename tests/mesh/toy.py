@@ -113,6 +113,7 @@ class ToyPeer:
     run: RunConfig
     founding: Founding
     seconds_per_sequence: float = 0.005
+    trains: bool = True
     notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     session: Session | None = None
@@ -137,9 +138,11 @@ class ToyPeer:
         held = self.store.load_held()
         transport = self.network.transport(self.peer)
         transport.run = self.founding.run
-        me = Self(self.peer, self.name, True, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
+        me = Self(self.peer, self.name, self.trains, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
         membership = Membership(me, Admission(), transport.send, TIMING.heartbeat_limit_seconds)
-        settings = Settings(timing=TIMING, min_peers=self.run.run.min_peers, final_round=self.run.run.rounds, seed=1)
+        settings = Settings(
+            timing=TIMING, trains=self.trains, min_peers=self.run.run.min_peers, final_round=self.run.run.rounds, seed=1
+        )
         durable = self.store.load_durable() or Durable(NO_TERM, False)
         replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings)
         around = Surroundings(
