@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from geomesh_p2p.addresses import address_problems
 from geomesh_p2p.config import MetricsSection, NetSection, RunConfig, SiteConfig
 from geomesh_p2p.errors import ConfigError
 
@@ -44,23 +45,6 @@ class SiteFile:
     @property
     def name(self) -> str:
         return self.config.site.name
-
-
-@dataclass(frozen=True)
-class Address:
-    """What a libp2p multiaddress says: /ip4|ip6|dns|dns4|dns6/HOST/tcp|udp/PORT[/...][/p2p/PEER]."""
-
-    host: str
-    port: int
-    peer: str
-
-    @property
-    def wildcard(self) -> bool:
-        return self.host in ("0.0.0.0", "::", "0:0:0:0:0:0:0:0")
-
-    @property
-    def loopback(self) -> bool:
-        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
 
 
 # ---------------------------------------------------------------- what others call
@@ -163,17 +147,6 @@ def run_keys() -> dict[str, Any]:
     }
 
 
-def parse_address(text: str) -> Address:
-    """Raises ValueError with the reason."""
-    parts = text.split("/")
-    if len(parts) < 5 or parts[0] or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[3] not in ("tcp", "udp"):
-        raise ValueError("is no multiaddress such as /ip4/203.0.113.5/tcp/31337")
-    if not parts[4].isdigit() or int(parts[4]) > 65535:
-        raise ValueError(f"has no port number where it says {parts[4]!r}")
-    peer = parts[parts.index("p2p") + 1] if "p2p" in parts[:-1] else ""
-    return Address(parts[2], int(parts[4]), peer)
-
-
 # ---------------------------------------------------------------- cross-checks
 
 
@@ -213,30 +186,7 @@ def run_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("planner.max_steps_ratio",), f"{show('planner.max_steps_ratio')} must be at least 1"
     if config.net.heartbeat_seconds * 2 > config.net.heartbeat_limit_seconds:
         yield clash("net.heartbeat_seconds", "net.heartbeat_limit_seconds", "be at most half of")
-    yield from _address_problems(config.net)
-
-
-def _address_problems(net: NetSection) -> Iterator[tuple[tuple[str, ...], str]]:
-    texts = {"net.listen": (net.listen,), "net.announce": (net.announce,) if net.announce else (), "net.seeds": net.seeds}
-    parsed: dict[str, list[Address]] = {key: [] for key in texts}
-    for key, text in [(key, text) for key, several in texts.items() for text in several]:
-        try:
-            parsed[key].append(parse_address(text))
-        except ValueError as error:
-            yield (key,), f'{key}: "{text}" {error}'
-            return
-        if key == "net.seeds" and not parsed[key][-1].peer:
-            yield (key,), f'{key}: "{text}" must end in /p2p/PEER_ID, as printed by the peer to meet'
-    dialled = "net.announce" if net.announce else "net.listen"
-    shown, address = texts[dialled][0], parsed[dialled][0]
-    if address.wildcard:
-        yield (dialled,), f'{dialled} = "{shown}" is a wildcard, which nobody can dial: set net.announce to the public address'
-    if net.announce and address.port == 0:
-        yield ("net.announce",), f'net.announce = "{shown}" has port 0: give the fixed port that others dial'
-    remote = [text for text, seed in zip(net.seeds, parsed["net.seeds"], strict=True) if not seed.loopback]
-    if remote and address.loopback:
-        advice = "listen on /ip4/0.0.0.0/tcp/PORT and set net.announce to the public address"
-        yield (dialled, "net.seeds"), f'{dialled} = "{shown}" is loopback, but the seed "{remote[0]}" is not: {advice}'
+    yield from address_problems(config.net.listen, config.net.announce, config.net.seeds)
 
 
 # ---------------------------------------------------------------- reading

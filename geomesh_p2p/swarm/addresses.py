@@ -4,56 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from hivemind.utils.multiaddr import Multiaddr
-
+from geomesh_p2p.addresses import Address, address_problems, parse_address
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
 
-EXAMPLE = "/ip4/203.0.113.5/tcp/4100"
+__all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "remembering_port"]
+
 MOST_ADDRESSES = 8           # of one peer that are dialled
-
-
-@dataclass(frozen=True)
-class Address:
-    """A TCP multiaddress: `host` is an IP address or a name, `peer` is empty if the address names none."""
-
-    text: str
-    host: str
-    port: int
-    peer: str
-
-    @property
-    def wildcard(self) -> bool:
-        return self.host in ("0.0.0.0", "::")
-
-    @property
-    def loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
 
 def parse(text: str, setting: str) -> Address:
     """Raises ConfigError naming `setting`."""
     try:
-        parts = Multiaddr(text)
-        found = {protocol.name: value for protocol, value in parts.items()}
-    except Exception as error:
-        raise ConfigError(f"{setting}: {text!r} is not a multiaddress ({error}): write it like {EXAMPLE}") from None
-    host = next((str(found[name]) for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in found), None)
-    if host is None or "tcp" not in found:
-        raise ConfigError(f"{setting}: {text!r} has no host or no TCP port: write it like {EXAMPLE}")
-    return Address(text, host, int(found["tcp"]), str(found.get("p2p", "")))
+        return parse_address(text)
+    except ValueError as error:
+        raise ConfigError(f'{setting}: "{text}" {error}') from None
 
 
 async def answering(addresses: Iterable[str], limit_seconds: float = 3.0) -> str:
@@ -92,24 +61,10 @@ async def _answers(text: str, limit_seconds: float) -> str:
 
 def check_addresses(listen: str, announce: str, seeds: Iterable[str]) -> tuple[Address, tuple[Address, ...]]:
     """The parsed address to listen on and the seeds. Raises ConfigError on what others could not dial."""
-    listening = parse(listen, "net.listen")
-    targets = tuple(parse(seed, "net.seeds") for seed in seeds)
-    for seed in targets:
-        if not seed.peer:
-            raise ConfigError(f"net.seeds: {seed.text!r} names no peer id: it must end in /p2p/ID, as that peer prints it")
-    remote = next((seed for seed in targets if not seed.loopback), None)
-    shown, setting = (parse(announce, "net.announce"), "net.announce") if announce else (listening, "net.listen")
-    if shown.wildcard:
-        what = "is a wildcard that nobody can dial" if announce else "is a wildcard and net.announce is empty"
-        raise ConfigError(f"{setting}: {shown.text!r} {what}: set net.announce to the address that others dial")
-    if announce and shown.port == 0:
-        raise ConfigError(f"net.announce: {announce!r} has port 0: give the port that others dial, and listen on a fixed one")
-    if shown.loopback and remote is not None:
-        raise ConfigError(
-            f"{setting}: {shown.text!r} is this host's loopback, but the seed {remote.text} is elsewhere: "
-            f"set net.announce to the address that others dial"
-        )
-    return listening, targets
+    seeds = tuple(seeds)
+    for _, problem in address_problems(listen, announce, seeds):
+        raise ConfigError(problem)
+    return parse(listen, "net.listen"), tuple(parse(seed, "net.seeds") for seed in seeds)
 
 
 def check_port_free(address: Address, patience_seconds: float = 3.0) -> None:

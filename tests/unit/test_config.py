@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from geomesh_p2p.addresses import parse_address
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.loading import (
@@ -13,11 +14,12 @@ from geomesh_p2p.loading import (
     load_run,
     load_site,
     load_sites,
-    parse_address,
     resolve_run,
     run_keys,
 )
 
+PEER = "12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
+RELAY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ROOT = Path(__file__).parents[2]
 RUN = '[run]\nid = "demo"\n'
 SITE = '[site]\nname = "north"\n'
@@ -158,15 +160,15 @@ def test_text_of_flags_and_variables_becomes_the_fields_type(tmp_path: Path, key
         (RUN + '[net]\nlisten = "/ip4/0.0.0.0/tcp/80"\n', ["net.listen", "wildcard", "net.announce"]),
         (RUN + '[net]\nannounce = "/ip4/203.0.113.5/tcp/0"\n', ["net.announce", "port 0"]),
         (RUN + '[net]\nseeds = ["/ip4/203.0.113.5/tcp/80"]\n', ["net.seeds", "/p2p/"]),
-        (RUN + '[net]\nseeds = ["/ip4/203.0.113.5/tcp/80/p2p/QmA"]\n', ["net.listen", "loopback", "203.0.113.5"]),
+        (RUN + '[net]\nseeds = ["/ip4/203.0.113.5/tcp/80/p2p/PEER"]\n', ["net.listen", "loopback", "203.0.113.5"]),
         (
-            RUN + '[net]\nannounce = "/dns4/localhost/tcp/9"\nseeds = ["/dns4/h100/tcp/80/p2p/QmA"]\n',
+            RUN + '[net]\nannounce = "/dns4/localhost/tcp/9"\nseeds = ["/dns4/h100/tcp/80/p2p/PEER"]\n',
             ["net.announce", "loopback", "h100"],
         ),
     ],
 )
 def test_a_wrong_run_file_gets_one_line_with_file_key_and_value(tmp_path: Path, text: str | bytes, parts: list[str]) -> None:
-    path = write(tmp_path, text)
+    path = write(tmp_path, text.replace("PEER", PEER) if isinstance(text, str) else text)
     with pytest.raises(ConfigError) as caught:
         load_run(path)
     line = str(caught.value)
@@ -267,12 +269,23 @@ def test_observers_do_not_count_towards_min_peers(tmp_path: Path) -> None:
 
 
 def test_addresses() -> None:
-    address = parse_address("/dns4/h100/tcp/31337/p2p/QmA")
-    assert (address.host, address.port, address.peer) == ("h100", 31337, "QmA")
+    address = parse_address(f"/dns4/h100/tcp/31337/p2p/{PEER}")
+    assert (address.host, address.port, address.peer) == ("h100", 31337, PEER)
     assert not address.loopback
     assert not address.wildcard
     assert parse_address("/ip6/::1/tcp/1").loopback
     assert parse_address("/ip6/::/tcp/1").wildcard
-    for text in ("", "h100:31337", "/ip4/1.2.3.4", "/ip4/1.2.3.4/tcp/x", "/ip4/1.2.3.4/tcp/70000", "/unix/x/tcp/1"):
-        with pytest.raises(ValueError, match=r"is no multiaddress|has no port"):
+    malformed = ("", "h100:31337", "/ip4/1.2.3.4", "/ip4/1.2.3.4/tcp/x", "/ip4/1.2.3.4/tcp/70000", "/unix/x/tcp/1")
+    for text in (*malformed, "/ip4/1.2.3/tcp/1", "/ip4/1.2.3.4/udp/1"):
+        with pytest.raises(ValueError, match=r"is not a multiaddress|has no (TCP )?port"):
             parse_address(text)
+    relayed = parse_address(f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}/p2p-circuit/p2p/{PEER}")
+    assert (relayed.peer, relayed.relay) == (PEER, RELAY)
+    for text in ("0OIl", "nobody", PEER[:-1], PEER + "1", "1" * 200):
+        with pytest.raises(ValueError, match="peer id"):
+            parse_address(f"/ip4/1.2.3.4/tcp/1/p2p/{text}")
+
+
+def test_addresses_of_a_network_of_its_own() -> None:
+    for text, private in (("10.0.0.1", True), ("172.17.0.2", True), ("8.8.8.8", False), ("127.0.0.1", False)):
+        assert parse_address(f"/ip4/{text}/tcp/1").private is private
