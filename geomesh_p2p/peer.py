@@ -108,6 +108,7 @@ class Peer:
         self.control: ControlChannel | None = None
         self.session: Session | None = None
         self.stopping = ""
+        self.failure: GeoMeshError | None = None
         self.signal: signal.Signals | None = None
         self.joined = False
         self.abandoned = False
@@ -133,6 +134,8 @@ class Peer:
                     made.undo(keep="identity.key" if isinstance(error, RefusedError) else "")
                 if isinstance(error, OSError) and error.filename is None:
                     error.filename = str(self.folder)  # a failed write does not know of what
+                if isinstance(error, asyncio.CancelledError) and self.failure is not None:
+                    raise self.failure from None
                 if not isinstance(error, asyncio.CancelledError) or not self.stopping:
                     raise
                 return self._ended(0, f"stopped before the run was joined: {self.stopping}")
@@ -285,8 +288,14 @@ class Peer:
             self.session.fail(error)
 
     def _daemon_died(self, code: int, output: str) -> None:
+        """For good: the transport has started it again several times."""
+        why = f"ended with {code}" if code else "could not be started again"
+        error = TemporaryError(f"the libp2p daemon {why}, too often in a short time ({output}): start this peer again")
         if self.session is not None:
-            self.session.fail(TemporaryError(f"the libp2p daemon ended with {code} ({output}): start this peer again"))
+            self.session.fail(error)
+        elif self._main is not None:
+            self.failure = error
+            self._main.cancel()
 
     def _admission(self) -> Admission:
         net = self.run.net

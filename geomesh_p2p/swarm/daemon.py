@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.swarm.sockets import SocketFolder
 from geomesh_p2p.swarm.streams import FrameStream
 
 log = logging.getLogger("geomesh.daemon")
@@ -52,9 +52,11 @@ Handler = Callable[[PeerId, FrameStream], None]
 class Daemon:
     """A running daemon, made by start()."""
 
-    def __init__(self, p2p: P2P) -> None:
+    def __init__(self, p2p: P2P, sockets: SocketFolder, output: deque[str]) -> None:
         self.p2p = p2p
-        self._socket_folder = tempfile.mkdtemp(prefix="geomesh-")
+        self.ended = False
+        self._sockets = sockets
+        self._output = output
         self._server: asyncio.AbstractServer | None = None
 
     @classmethod
@@ -62,9 +64,18 @@ class Daemon:
         """Raises TemporaryError, with the daemon's last words, if it does not come up in net.daemon_start_seconds."""
         output: deque[str] = deque(maxlen=OUTPUT_LINES)
         made: list[P2P] = []
+        running: list[Daemon] = []
+        sockets = SocketFolder()
+
+        def ended(code: int) -> None:
+            for daemon in running:
+                daemon._has_ended()
+            on_exit(code, last_words(output))
 
         class Watched(P2P):
             """hivemind's daemon, tied to this process; keeps its last lines and tells when it ends."""
+
+            _UNIX_SOCKET_PREFIX = f"/unix{sockets.path}/"
 
             def __init__(self) -> None:
                 super().__init__()
@@ -76,7 +87,13 @@ class Daemon:
                 return launcher + P2P._make_process_args(*args, **kwargs)
 
             async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
-                async for line in self._child.stdout:
+                while True:
+                    try:
+                        line = await self._child.stdout.readline()
+                    except ValueError:  # longer than the reader's limit
+                        continue
+                    if not line:
+                        break
                     text = line.rstrip().decode(errors="replace")
                     output.append(text)
                     log.debug("%s", text)
@@ -86,7 +103,7 @@ class Daemon:
                 if not ready.done():
                     ready.set_exception(P2PDaemonError(f"it ended with code {code}"))
                 elif self._alive:
-                    on_exit(code, last_words(output))
+                    ended(code)
 
         try:
             p2p = await Watched.create(
@@ -104,17 +121,35 @@ class Daemon:
         except BaseException as error:
             for half_started in made:
                 await _end(half_started)
-            if not isinstance(error, (P2PDaemonError, OSError)):
+            sockets.remove()
+            if not isinstance(error, (P2PDaemonError, OSError, asyncio.IncompleteReadError)):
                 raise
             raise TemporaryError(
                 f"the libp2p daemon did not start ({error}; net.daemon_start_seconds is {net.daemon_start_seconds:g}). "
                 f"Its last words: {last_words(output) or 'none'}"
             ) from None
-        return cls(p2p)
+        running.append(cls(p2p, sockets, output))
+        return running[0]
 
     @property
     def process_id(self) -> int:
         return int(self.p2p._child.pid)
+
+    def _has_ended(self) -> None:
+        """What still waits for the daemon gets an error: hivemind itself would let it wait for ever."""
+        self.ended = True
+        control = self.p2p._client.control
+        calls, control._pending_calls = control._pending_calls, _Failing()
+        control._pending_calls.update(calls)
+
+    async def answers(self) -> None:
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+
+    def kill(self, why: str) -> None:
+        """End it at once, with `why` as its last words."""
+        self._output.append(why)
+        if self.p2p._child.returncode is None:
+            self.p2p._child.kill()
 
     async def addresses(self) -> tuple[str, ...]:
         """Where this peer can be dialled, the bound port and the peer id included."""
@@ -122,17 +157,32 @@ class Daemon:
 
     async def connect(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Dial `peer`, if it is not connected. Raises Unreachable with libp2p's reason."""
-        bare = [Multiaddr(address.split("/p2p/")[0]) for address in addresses]
         try:
-            await self.p2p._client.connect(PeerID.from_base58(peer), bare)
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError, ValueError) as error:
+            to = PeerID.from_base58(peer).to_bytes()
+            bare = [Multiaddr(address.split("/p2p/")[0]).to_bytes() for address in addresses]
+            connect = p2pd_pb2.ConnectRequest(peer=to, addrs=bare)
+            answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             raise Unreachable(str(error)) from None
+        if answer.type == p2pd_pb2.Response.ERROR:
+            raise Unreachable(answer.error.msg)
 
     async def connected(self, peer: PeerId) -> bool:
         try:
-            return any(info.peer_id.to_base58() == peer for info in await self.p2p.list_peers())
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError):
+            answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        except (OSError, asyncio.IncompleteReadError):
             return False
+        return any(PeerID(info.id).to_base58() == peer for info in answer.peers)
+
+    async def _ask(self, request: Any) -> Any:
+        """One question on a connection of its own, which is closed whatever happens."""
+        reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
+        try:
+            writer.write(delimited(request.SerializeToString()))
+            size = await _read_varint(reader)
+            return p2pd_pb2.Response.FromString(await reader.readexactly(size))
+        finally:
+            writer.close()
 
     async def open(self, peer: PeerId, protocol: str, stream: FrameStream) -> None:
         """Connect `stream` to the handler of `protocol` at `peer`. Raises Unreachable with libp2p's reason."""
@@ -163,7 +213,7 @@ class Daemon:
     async def accept(self, handlers: dict[str, Handler]) -> None:
         """Serve streams by protocol: `handlers[protocol](peer, stream)` sets the stream's callbacks, or aborts it. `peer` is
         the id that libp2p has authenticated."""
-        path = os.path.join(self._socket_folder, "accept.sock")
+        path = os.path.join(self._sockets.path, "accept.sock")
         self._server = await asyncio.get_running_loop().create_unix_server(lambda: _incoming(handlers), path)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,
@@ -171,11 +221,7 @@ class Daemon:
                 addr=Multiaddr(f"/unix{path}").to_bytes(), proto=list(handlers), balanced=False
             ),
         )
-        reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
-        writer.write(delimited(request.SerializeToString()))
-        size = await _read_varint(reader)
-        answer = p2pd_pb2.Response.FromString(await reader.readexactly(size))
-        writer.close()
+        answer = await self._ask(request)
         if answer.type == p2pd_pb2.Response.ERROR:
             raise TemporaryError(f"the libp2p daemon refused to serve {', '.join(handlers)}: {answer.error.msg}")
 
@@ -183,9 +229,7 @@ class Daemon:
         if self._server is not None:
             self._server.close()
         await _end(self.p2p)
-        for name in os.listdir(self._socket_folder):
-            os.unlink(os.path.join(self._socket_folder, name))
-        os.rmdir(self._socket_folder)
+        self._sockets.remove()
 
 
 async def _end(p2p: P2P) -> None:
@@ -198,6 +242,19 @@ async def _end(p2p: P2P) -> None:
         await p2p._child.wait()
     if p2p._child is not None:
         p2p._child._transport.close()  # else its pipes are closed when they are collected, perhaps after the loop
+
+
+class _Failing(dict[Any, "asyncio.Future[Any]"]):
+    """Calls of a daemon that has ended: each fails as soon as it is made."""
+
+    def __setitem__(self, call: Any, waiting: asyncio.Future[Any]) -> None:
+        if not waiting.done():
+            waiting.set_exception(P2PDaemonError("the libp2p daemon has ended"))
+        super().__setitem__(call, waiting)
+
+    def update(self, calls: Any) -> None:  # type: ignore[override]
+        for call, waiting in calls.items():
+            self[call] = waiting
 
 
 def _incoming(handlers: dict[str, Handler]) -> FrameStream:

@@ -24,6 +24,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
 from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
+from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.identity import Identity, verify
 from geomesh_p2p.swarm.wire import PROTOCOL_VERSION
@@ -59,7 +60,9 @@ class Host(Protocol):
     identity: Identity
 
     @property
-    def p2p(self) -> P2P: ...
+    def p2p(self) -> P2P | None:
+        """Another one each time the daemon was started again; None while that goes on."""
+        ...
 
     def met(self) -> tuple[PeerId, ...]:
         """Peers that there is or was a connection with."""
@@ -130,6 +133,7 @@ class Directory:
         self._key = DHTID.generate(source=self._name).to_bytes()
         self._lifetime_seconds, self._refresh_seconds = lifetime_seconds, refresh_seconds
         self._node: DHTNode | None = None
+        self._starting = asyncio.Lock()
         self._record: Record | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._expires = 0.0
@@ -137,41 +141,64 @@ class Directory:
         self._seen: dict[PeerId, tuple[int, float]] = {}   # serial, when it was first seen here
 
     async def start(self) -> None:
-        self._node = await DHTNode.create(
-            self._host.p2p,
-            record_validator=_OnlySigned(self.ignored),
-            ensure_bootstrap_success=False,
-            strict=False,
-            cache_locally=False,
-            cache_nearest=0,
-        )
+        await self._living_node()
 
-    async def _get_to_know(self) -> None:
-        """Introduce this node to the nodes of peers that the transport has met since the last time."""
-        assert self._node is not None
+    async def _living_node(self) -> DHTNode:
+        """The node on the daemon that runs now: a new one, with what the old one stored, if that ended. Raises Unreachable."""
+        async with self._starting:
+            p2p, old = self._host.p2p, self._node
+            if old is not None and old.p2p is p2p:
+                return old
+            if p2p is None:
+                raise Unreachable("the libp2p daemon does not run")
+            try:
+                node = await DHTNode.create(
+                    p2p,
+                    node_id=old.node_id if old is not None else None,
+                    record_validator=_OnlySigned(self.ignored),
+                    ensure_bootstrap_success=False,
+                    strict=False,
+                    cache_locally=False,
+                    cache_nearest=0,
+                )
+            except (P2PDaemonError, OSError) as error:
+                raise Unreachable(str(error)) from None
+            if old is not None:
+                old.is_alive = False
+                node.protocol.storage = old.protocol.storage
+            self._introduced.clear()
+            self._node = node
+            return node
+
+    async def _get_to_know(self) -> DHTNode:
+        """Introduce the node to those of peers that the transport has met since the last time. Raises Unreachable."""
+        node = await self._living_node()
         new = [peer for peer in self._host.met() if peer not in self._introduced]
         if not new:
-            return
-        answers = await asyncio.gather(*(self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in new))
+            return node
+        answers = await asyncio.gather(*(node.protocol.call_ping(PeerID.from_base58(peer)) for peer in new))
         self._introduced.update(peer for peer, answer in zip(new, answers, strict=True) if answer is not None)
-        await self._node.find_nearest_nodes([self._node.node_id])
+        await node.find_nearest_nodes([node.node_id])
+        return node
 
     async def announce(self, record: Record) -> bool:
         """Publish `record` and keep it alive until the next one or stop(). False: no node took it this time."""
         self._record = replace(record, lifetime_seconds=self._lifetime_seconds)
-        stored = await self._publish()
+        try:
+            stored = await self._publish()
+        except Unreachable:
+            stored = False
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
         return stored
 
     async def _publish(self) -> bool:
-        assert self._node is not None
         assert self._record is not None
-        await self._get_to_know()
+        node = await self._get_to_know()
         # A later expiry replaces an earlier one, even if this host's clock has been set back.
         self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
         value = sign_record(self._host.identity, self._key, replace(self._record, serial=time.time_ns()))
-        return bool(await self._node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
+        return bool(await node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
 
     async def _refresh(self) -> None:
         while True:
@@ -183,9 +210,11 @@ class Directory:
 
     async def peers(self) -> list[Record]:
         """The other peers' records that are alive, newest first, at most MAX_RECORDS."""
-        assert self._node is not None
-        await self._get_to_know()
-        found = await self._node.get(self._name, latest=True)
+        try:
+            node = await self._get_to_know()
+        except Unreachable:
+            return []
+        found = await node.get(self._name, latest=True)
         if found is None or not isinstance(found.value, dict):
             return []
         now, records = time.monotonic(), []

@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from geomesh_p2p.config import LinkSection, NetSection
 from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat, Hello, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.errors import UnreachableError
+from geomesh_p2p.errors import TemporaryError, UnreachableError
 from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.addresses import MOST_ADDRESSES, Address, answering, check_addresses, check_port_free, parse
 from geomesh_p2p.swarm.daemon import Daemon
@@ -29,17 +30,18 @@ from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
+from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
 
 INCARNATION_BYTES = 8
 INCOMING_STREAMS = 48            # of one remote
 DIAL_SECONDS = 10.0
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
+NOT_RUNNING = "the libp2p daemon does not run"
 OTHER_SEEDS_SECONDS = 2.0        # how long further seeds are waited for once one has answered
 
 OnMessage = Callable[[PeerId, Message], None]
 OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
 OnWarning = Callable[[str, str], None]      # (reason from a fixed list, one line)
-OnDaemonExit = Callable[[int, str], None]   # (exit code, the daemon's last words)
 
 
 def shape_of(link: LinkSection) -> Shape:
@@ -50,11 +52,14 @@ def shape_of(link: LinkSection) -> Shape:
 class Libp2pTransport:
     """Made and used in one event loop. Checks its addresses when made (ConfigError); open() starts the daemon, start() opens
     the doors. `links` emulates the ways to other sites, by site name or `default`; a peer's site is read from its greetings.
+
+    A daemon that dies is started again, with the same identity and port, and its streams are opened again; `on_daemon_exit`
+    is called when that happened too often.
     """
 
     def __init__(
         self, net: NetSection, identity_path: str | Path, links: Mapping[str, LinkSection] | None = None,
-        on_warning: OnWarning | None = None, on_daemon_exit: OnDaemonExit | None = None,
+        on_warning: OnWarning | None = None, on_daemon_exit: OnExit | None = None,
     ) -> None:  # fmt: skip
         self.net = net
         self.listening, _ = check_addresses(net.listen, net.announce, net.seeds)
@@ -62,14 +67,14 @@ class Libp2pTransport:
         self.identity: Identity = load_identity(identity_path)
         self.peer: PeerId = self.identity.peer
         self.run = b""
-        self.daemon: Daemon | None = None
         self.links = LinkTable()
         self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
         self._default_shape = self._emulated.get("default", Shape())
         self._addresses: tuple[str, ...] = ()
         self._met_peers: dict[PeerId, None] = {}
         self._on_warning = on_warning or (lambda reason, text: None)
-        self._on_daemon_exit = on_daemon_exit or (lambda code, output: None)
+        given_up = on_daemon_exit or (lambda code, output: None)
+        self._upkeep = Upkeep(self._start_daemon, self._opened, self._on_warning, given_up)
         self._incarnation = os.urandom(INCARNATION_BYTES)
         self._remotes: dict[PeerId, Remote] = {}
         self._incoming: dict[PeerId, set[FrameStream]] = {}
@@ -82,17 +87,43 @@ class Libp2pTransport:
 
     async def open(self) -> None:
         """Start the daemon: addresses() are known from here on. Raises TemporaryError: port in use, or it did not come up."""
-        await asyncio.to_thread(check_port_free, self.listening)
-        self.daemon = await Daemon.start(self.net, self.identity_path, self._daemon_exited)
-        self._addresses = await self.daemon.addresses()
+        await self._upkeep.start()
 
     async def start(self, on_message: OnMessage, on_request: OnRequest) -> None:
         """Take frames and requests from now on; open() first, unless that was done."""
         self._on_message, self._on_request = on_message, on_request
-        if self.daemon is None:
+        daemon = self.daemon
+        if daemon is None:
             await self.open()
-        assert self.daemon is not None
-        await self.daemon.accept({CONTROL: self._accept_frames, BULK: self._accept_frames, REQUEST: self._accept_requests})
+            return
+        try:
+            await self._open_doors(daemon)
+        except (OSError, asyncio.IncompleteReadError):
+            if not daemon.ended:  # else the next one opens them
+                raise
+
+    async def _start_daemon(self, on_exit: OnExit) -> Daemon:
+        await asyncio.to_thread(check_port_free, self.listening)
+        return await Daemon.start(self.net, self.identity_path, on_exit)
+
+    async def _opened(self, daemon: Daemon) -> None:
+        """The daemon was started. If it was another one before, this is a restart to the others."""
+        try:
+            async with asyncio.timeout(self.net.daemon_start_seconds):
+                self._addresses = await daemon.addresses()
+                if self._on_message is not None:
+                    await self._open_doors(daemon)
+        except (OSError, P2PDaemonError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise TemporaryError(f"the libp2p daemon does not answer: {error or type(error).__name__}") from None
+        if self.listening.port == 0 and not self.net.announce:  # one that is started again listens where the first one did
+            bound = self.listening.text.replace("/tcp/0", f"/tcp/{parse(self._addresses[0], 'net.listen').port}")
+            self.net, self.listening = self.net.model_copy(update={"listen": bound}), parse(bound, "net.listen")
+        self._incarnation = os.urandom(INCARNATION_BYTES)
+        for remote in self._remotes.values():
+            remote.try_now()
+
+    async def _open_doors(self, daemon: Daemon) -> None:
+        await daemon.accept({CONTROL: self._accept_frames, BULK: self._accept_frames, REQUEST: self._accept_requests})
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -102,26 +133,25 @@ class Libp2pTransport:
         for streams in self._incoming.values():
             for stream in tuple(streams):
                 stream.abort()
-        daemon, self.daemon = self.daemon, None
-        if daemon is not None:
-            await daemon.stop()
+        await self._upkeep.stop()
 
     def addresses(self) -> tuple[str, ...]:
         """Where others dial this peer (net.announce if given), bound port and peer id included."""
         return self._addresses
 
     @property
-    def p2p(self) -> P2P:
-        """hivemind's handle on the daemon, for the directory. Only between open() and stop()."""
-        assert self.daemon is not None
-        return self.daemon.p2p
+    def daemon(self) -> Daemon | None:
+        """None before open(), after stop(), and while it is started again."""
+        return self._upkeep.daemon
+
+    @property
+    def p2p(self) -> P2P | None:
+        """hivemind's handle on the daemon, for the directory; another one after each start of the daemon."""
+        return self.daemon.p2p if self.daemon is not None else None
 
     def met(self) -> tuple[PeerId, ...]:
         """Peers that there is or was a connection with, for the directory."""
         return tuple(self._met_peers)
-
-    def _daemon_exited(self, code: int, output: str) -> None:
-        self._on_daemon_exit(code, output)
 
     async def connect_seeds(self, seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[PeerId, ...]:
         """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not if asked.
@@ -178,7 +208,7 @@ class Libp2pTransport:
 
     async def _dial(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         if self.daemon is None:
-            raise Unreachable("this transport is not running")
+            raise Unreachable(NOT_RUNNING)
         await self.daemon.connect(peer, addresses)
 
     # ------------------------------------------------------------ the other peers
@@ -205,7 +235,7 @@ class Libp2pTransport:
     async def _open(self, peer: PeerId, protocol: str, addresses: tuple[str, ...], stream: FrameStream) -> None:
         daemon = self.daemon
         if daemon is None or peer == self.peer:
-            raise Unreachable("this transport is not running" if daemon is None else "a peer does not dial itself")
+            raise Unreachable(NOT_RUNNING if daemon is None else "a peer does not dial itself")
         try:
             if addresses:
                 # libp2p waits longer and longer after a failed dial, up to minutes: it dials once it can succeed.
@@ -232,7 +262,7 @@ class Libp2pTransport:
 
     async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
         if self.daemon is None:
-            raise Unreachable("this transport is not running")
+            raise Unreachable(NOT_RUNNING)
         self.links.sent(to, chunk, asyncio.get_running_loop().time())
         await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
 

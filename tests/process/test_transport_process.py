@@ -18,6 +18,7 @@ from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Leave, Message
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.errors import ConfigError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm import daemon as daemons
+from geomesh_p2p.swarm import upkeep
 from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.remote import CONTROL
 from geomesh_p2p.swarm.streams import FrameStream
@@ -63,7 +64,7 @@ def free_port() -> int:
 
 def gone(process_id: int) -> bool:
     try:
-        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return state(process_id) == "Z"
     except OSError:
         return True
 
@@ -170,18 +171,103 @@ def load_identity_of_nobody() -> str:
 # ---------------------------------------------------------------- ends
 
 
-async def test_daemon_that_dies_is_noticed_with_its_code(opened: Opener) -> None:
-    died: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
-    a = await opened("a", on_daemon_exit=lambda code, output: died.set_result((code, output)))
+@pytest.mark.fault
+@pytest.mark.case("C014")
+@pytest.mark.case("C048")
+async def test_daemon_that_dies_is_started_again_with_identity_and_port(opened: Opener) -> None:
+    """Frames go through again in both directions, bulk and requests too, though nobody tells the other end."""
+    heard: dict[str, list[tuple[str, Message]]] = {"a": [], "b": []}
+    warnings: list[tuple[str, str]] = []
+    given_up: list[tuple[int, str]] = []
+    a = await opened(
+        "a", heard["a"], on_warning=lambda *warning: warnings.append(warning), on_daemon_exit=lambda *end: given_up.append(end)
+    )
+    b = await opened("b", heard["b"])
+    await b.connect_seeds(a.addresses())
+    a.learn(b.peer, b.addresses())
+    b.send(a.peer, Leave("before"))
+    a.send(b.peer, Leave("before"))
+    await eventually(lambda: bool(heard["a"] and heard["b"]))
     assert a.daemon is not None
-    os.kill(a.daemon.process_id, signal.SIGKILL)
-    code, output = await asyncio.wait_for(died, PATIENCE_SECONDS)
+    first, address = a.daemon.process_id, a.addresses()
+    inject(lambda: os.kill(first, signal.SIGKILL))
+    fired(await soon(lambda: gone(first)), "the daemon is killed")
+    await eventually(lambda: bool(warnings) and a.daemon is not None)
+    assert warnings[0][0] == "daemon_died"
+    assert f"ended with {-signal.SIGKILL} (" in warnings[0][1]
+    assert "Peer ID" in warnings[0][1]
+    assert a.daemon.process_id != first
+    assert a.addresses() == address
+    for one, other in ((a, b), (b, a)):
+        await until_sent(one, other.peer)
+        assert (await one.request(other.peer, Fetch("status", 0, b"", 0, 0), PATIENCE_SECONDS)).found
+        heard["a" if other is a else "b"].clear()
+        one.send(other.peer, Leave("after"))
+        await eventually(lambda other=other: bool(heard["a" if other is a else "b"]))
+    assert given_up == []
+
+
+async def until_sent(transport: Libp2pTransport, to: str) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            try:
+                return await transport.send_bulk(to, Chunk(b"", "part", "a", b"", 0, 0, 1, b"x"))
+            except Unreachable:
+                await asyncio.sleep(0.05)
+
+
+async def soon(condition: Callable[[], bool], patience_seconds: float = 3.0) -> bool:
+    """Whether it comes true: evidence of a fault, which takes the kernel a moment."""
+    deadline = asyncio.get_running_loop().time() + patience_seconds
+    while not condition():
+        if asyncio.get_running_loop().time() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+def state(process_id: int) -> str:
+    return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+@pytest.mark.fault
+@pytest.mark.case("C014")
+async def test_daemon_that_dies_again_and_again_is_given_up(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "FIRST_PAUSE_SECONDS", 0.01)
+    given_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    a = await opened("a", on_daemon_exit=lambda code, output: given_up.set_result((code, output)))
+    for _ in range(upkeep.MOST_DEATHS):
+        await eventually(lambda: a.daemon is not None)
+        assert a.daemon is not None
+        victim = a.daemon.process_id
+        inject(lambda victim=victim: os.kill(victim, signal.SIGKILL))
+        fired(await soon(lambda victim=victim: gone(victim)), "the daemon is killed")
+        await eventually(lambda victim=victim: a.daemon is None or a.daemon.process_id != victim)
+    code, output = await asyncio.wait_for(given_up, PATIENCE_SECONDS)
     assert code == -signal.SIGKILL
     assert "Peer ID" in output
     with pytest.raises(Unreachable):
         await a.send_bulk(load_identity_of_nobody(), Chunk(b"", "part", "a", b"", 0, 0, 1, b"x"))
     with pytest.raises(Unreachable):
         await a.request(load_identity_of_nobody(), Fetch("status", 0, b"", 0, 0), 2.0)
+
+
+@pytest.mark.fault
+@pytest.mark.case("C048")
+async def test_daemon_that_hangs_while_it_is_used_is_ended_and_started_again(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(upkeep, "PROBE_SECONDS", 0.2)
+    warnings: list[tuple[str, str]] = []
+    a = await opened("a", on_warning=lambda *warning: warnings.append(warning))
+    assert a.daemon is not None
+    victim = a.daemon.process_id
+    inject(lambda: os.kill(victim, signal.SIGSTOP))
+    fired(await soon(lambda: state(victim) == "T"), "the daemon is paused")
+    await eventually(lambda: a.daemon is not None and a.daemon.process_id != victim)
+    assert "did not answer" in warnings[0][1]
+    assert gone(victim)
 
 
 async def test_daemon_that_cannot_start_says_why(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
