@@ -53,6 +53,9 @@ class LightEngine:
     def weights(self) -> Vector:
         return self._weights
 
+    def initial_weights(self) -> Vector:
+        return np.zeros(self.parameters, np.float32)
+
     def set_weights(self, anchor: Vector) -> None:
         self._weights[:] = anchor
 

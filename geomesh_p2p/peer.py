@@ -27,7 +27,7 @@ from geomesh_p2p.core.state import Settings
 from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
-from geomesh_p2p.engine.resume import Resumed, resume, retire_identity_without_state
+from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.addresses import parse, remembering_port
 from geomesh_p2p.swarm.directory import Directory
@@ -206,6 +206,7 @@ class Peer:
                 self.run.codec,
                 self.run.outer,
                 resumed.residual,
+                resumed.log.round,
             )
             await both(session.run(), train(session.bench, model))
             assert session.outcome is not None
@@ -363,6 +364,9 @@ class Peer:
             links=transport.links,
             observe=self.observe,
             history=lambda kind, fields: history.write(kind, fields, founding.run),
+            rebuild=Rebuilder(
+                store, snapshots, engine.initial_weights, founding, (engine.layout, self.run.codec, self.run.outer)
+            ),
         )
         planner = LeadersPlanner(self.run, engine.layout)
         codec = ExchangeCodec(engine.layout, self.run.codec)

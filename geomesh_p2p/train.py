@@ -13,8 +13,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core.anchors import part_of
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import (
@@ -22,6 +25,8 @@ from geomesh_p2p.core.ports import (
     Engine,
     FoldUpdate,
     LocalRound,
+    Made,
+    MakeAnew,
     Mesh,
     SaveState,
     TrainRound,
@@ -29,8 +34,6 @@ from geomesh_p2p.core.ports import (
     Vector,
 )
 from geomesh_p2p.core.types import Contribution, PeerId
-
-ANCHOR_PARTS = 16
 
 
 @dataclass
@@ -45,6 +48,8 @@ class LocalModel:
     codec: CodecSection
     outer: OuterSection
     residual: Vector | None = None
+    round: int = 0                               # that of the anchor
+    hashed: tuple[int, int, Digest] | None = None  # (round, part, hash) of a part of it
 
 
 async def train(mesh: Mesh, model: LocalModel) -> None:
@@ -59,7 +64,7 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                 case FoldUpdate():
                     # Commit: the same update moves the same anchor on every peer, bit for bit.
                     seconds = await loop.run_in_executor(worker, fold, model, work)
-                    part, part_hash = await loop.run_in_executor(worker, hash_part, model, work.update.round)
+                    part, part_hash = await loop.run_in_executor(worker, hash_part, model)
                     mesh.folded(work.update, part, part_hash, seconds)
                 case AdoptState():
                     await loop.run_in_executor(worker, adopt, model, work)
@@ -70,12 +75,18 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                 case ValidateAll():
                     nats, tokens = await loop.run_in_executor(worker, validate_anchor, model, 0, 1)
                     mesh.validated(work.round, nats, tokens)
+                case MakeAnew():
+                    outcome = await loop.run_in_executor(worker, make_anew, model, work)
+                    mesh.made_anew(model.round, outcome)
 
 
 def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient."""
     plan, mine = work.plan, work.mine
     started = time.perf_counter()
+    # What this peer begins from, in few bytes: the others compare it with theirs (core/anchors.py).
+    _, anchor_part = hash_part(model)
+    state = b"" if work.content is None else work.content(model.state.anchor, model.state.momentum)
     nats, tokens = validate_anchor(model, plan.peers.index(model.peer), len(plan.members), skip=not work.validate)
     validation_seconds = time.perf_counter() - started
 
@@ -105,6 +116,8 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
         validation_nats=nats,
         validation_tokens=tokens,
         reason=reason,
+        anchor_part=anchor_part,
+        state=state,
     )
     return LocalRound(contribution, payload, result, seconds, validation_seconds)
 
@@ -123,19 +136,40 @@ def fold(model: LocalModel, work: FoldUpdate) -> float:
             model.layout, model.state.anchor, model.engine.weights(), model.codec, work.own_payload, model.residual
         )
     outer.apply_update(model.state, model.layout, model.codec, model.outer, work.update, work.body)
+    model.round = work.update.round
     model.engine.set_weights(model.state.anchor)
     return time.perf_counter() - begun
 
 
-def hash_part(model: LocalModel, round: int) -> tuple[int, Digest]:
+def hash_part(model: LocalModel) -> tuple[int, Digest]:
     """(part, hash) of one part of the anchor, another one each round: a flipped bit shows within ANCHOR_PARTS rounds."""
-    part, size = round % ANCHOR_PARTS, model.state.anchor.size
-    return part, digest_bytes(model.state.anchor[part * size // ANCHOR_PARTS : (part + 1) * size // ANCHOR_PARTS])
+    if model.hashed is None or model.hashed[0] != model.round:
+        part, start, stop = part_of(model.round, model.state.anchor.size)
+        model.hashed = (model.round, part, digest_bytes(model.state.anchor[start:stop]))
+    return model.hashed[1:]
 
 
 def adopt(model: LocalModel, work: AdoptState) -> None:
     anchor, momentum = work.load()
+    replace_state(model, anchor, momentum)
+    model.round = work.round
+
+
+def replace_state(model: LocalModel, anchor: Vector, momentum: Vector) -> None:
     model.state.anchor[:] = anchor
     model.state.momentum[:] = momentum
     model.residual = None  # residuals are each peer's own; losing one is harmless
+    model.hashed = None
     model.engine.set_weights(model.state.anchor)
+
+
+def make_anew(model: LocalModel, work: MakeAnew) -> Made:
+    """The same anchor once more, from a state that the others agreed on: was this one right?"""
+    made = work.rebuild(model.round)
+    if made is None:
+        return "lost"
+    have, want = (model.state.anchor, model.state.momentum), made
+    if all(np.array_equal(mine.view(np.uint32), again.view(np.uint32)) for mine, again in zip(have, want, strict=True)):
+        return "sound"
+    replace_state(model, *made)
+    return "repaired"

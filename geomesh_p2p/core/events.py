@@ -9,7 +9,7 @@ the driver drops the rest of the list and hands in `SaveFailed`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState
@@ -98,6 +98,23 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class Hashed:
+    """This peer's own hash after `round`: of one part of its anchor (anchor_part), or of its whole state."""
+
+    round: int
+    of: Literal["anchor_part", "state"]
+    value: Digest
+
+
+@dataclass(frozen=True)
+class StateChecked:
+    """What CheckState asked for is done. `outcome` is sound | repaired; `round` that of the anchor then."""
+
+    round: int
+    outcome: str
+
+
+@dataclass(frozen=True)
 class LeaveWanted:
     """The operator asked this peer to go (SIGTERM, drain)."""
 
@@ -106,7 +123,7 @@ class LeaveWanted:
 
 Event = (
     Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed | SaveFailed
-    | LeaveWanted
+    | Hashed | StateChecked | LeaveWanted
 )
 
 # ---------------------------------------------------------------- actions
@@ -236,6 +253,12 @@ class CatchUp:
 
 
 @dataclass(frozen=True)
+class CheckState:
+    """The anchor here may be wrong. Before anything is trained again: make it anew from the newest snapshot that the log
+    agrees with and the updates since, by others' help if need be; answered by StateChecked."""
+
+
+@dataclass(frozen=True)
 class Note:
     """One line of history.jsonl: `kind` from HISTORY_KINDS, with the fields the independent checker needs."""
 
@@ -253,17 +276,21 @@ class Halt:
 
 Action = (
     SaveDurable | SaveHeld | AppendCommit | Send | NeedPlan | Train | CloseTraining | Rewind | StartExchange | MemberFinished
-    | StopExchange | FetchHeld | CatchUp | Note | Halt
+    | StopExchange | FetchHeld | CatchUp | CheckState | Note | Halt
 )
 
 # The fields of each kind, by their names in the line. A driver writes (and flushes) a note before it begins the next action
 # of the list, so a note that stands *after* the save and *before* the sends it speaks of survives a kill.
-# HELD is {"round", "term", "attempt", "seal"} or null; CONTRIBUTOR is {"site", "peer", "tokens", "ranges", "payload"}.
+# HELD is {"round", "term", "attempt", "seal"} or null; CONTRIBUTOR is {"site", "peer", "tokens", "ranges", "payload",
+# "anchor_part", "state"}; the last two may be empty.
 HISTORY_KINDS = {
     "start": "peer (re)started, first note of every process: round, digest, term, held (HELD); sequence_length if known",
     "founding": "round 0 founded or learnt: base (digest of round 0), founder, view",
     "adopt": "the state of a round was taken from a snapshot: round, digest, view",
     "anchor": "this peer's hash of one part of its anchor after a round (optional): round, digest, part, hash",
+    "mismatch": "contributors of the next round had different bases: round (the base), of (anchor_part | state), part, odd "
+    "(peer ids), tied (nobody knows which is right)",
+    "checked": "the own anchor was made anew from what the log agrees with: round, outcome (sound | repaired)",
     "term": "a higher term was adopted: term, leader (or empty)",
     "vote": "a vote given, the one for oneself too (no pre-votes): term, to, round (own committed), held (own HELD)",
     "leader": "this peer became leader: term, round (own committed), voters (of the winning quorum)",

@@ -388,8 +388,9 @@ class Leading:
 
     # -------------------------------------------------------------- the next round
 
-    def committed(self) -> None:
-        """The log has grown: begin the next round."""
+    def committed(self, odd: tuple[PeerId, ...] = ()) -> None:
+        """The log has grown: begin the next round. `odd` peers make sure of their anchors first."""
+        self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen, self.reports = False, None, None, {}
         self.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +126,11 @@ class SnapshotManifest(Protocol):
     def state(self) -> LogState: ...
 
     @property
+    def content(self) -> Digest:
+        """Hash of all that every peer has in common after the round: what contributions to the next one name as `state`."""
+        ...
+
+    @property
     def size_bytes(self) -> int: ...
 
     def pack(self) -> bytes: ...
@@ -159,6 +164,10 @@ class SnapshotStore(Protocol):
 
     def manifest(self, round: int) -> SnapshotManifest:
         """Raises LookupError if there is none of `round`."""
+        ...
+
+    def content(self, state: LogState, anchor: Vector, momentum: Vector) -> Digest:
+        """The `content` of the manifest that a snapshot of this state has, or would have."""
         ...
 
     def described(self, packed: bytes) -> SnapshotManifest:
@@ -204,6 +213,10 @@ class Engine(Protocol):
         ...
 
     def set_weights(self, anchor: Vector) -> None: ...
+
+    def initial_weights(self) -> Vector:
+        """The weights at construction, made anew (slow)."""
+        ...
 
     def measure(self) -> tuple[BatchTime, ...]:
         """step_seconds(batch) up to the largest batch that fits, on the real model (or the emulated device's curve)."""
@@ -255,6 +268,8 @@ class TrainRound:
     plan: Plan
     mine: Assignment
     validate: bool
+    content: Callable[[Vector, Vector], Digest] | None = None
+    """Hash of the state (anchor, momentum) at the base, if that is a snapshot round."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +315,17 @@ class ValidateAll:
     round: int
 
 
-Work = TrainRound | FoldUpdate | AdoptState | SaveState | ValidateAll
+@dataclass(frozen=True)
+class MakeAnew:
+    """The anchor may be wrong. `rebuild` makes (anchor, momentum) of a round anew from what the log agrees with; None if
+    nothing on disk is."""
+
+    rebuild: Callable[[int], tuple[Vector, Vector] | None]
+
+
+Work = TrainRound | FoldUpdate | AdoptState | SaveState | ValidateAll | MakeAnew
+Made = Literal["sound", "repaired", "lost"]
+"""What MakeAnew came to: the anchor was right; it was not, and is now; nothing on disk can be trusted."""
 
 
 class Mesh(Protocol):
@@ -321,3 +346,7 @@ class Mesh(Protocol):
         ...
 
     def validated(self, round: int, nats: float, tokens: int) -> None: ...
+
+    def made_anew(self, round: int, outcome: Made) -> None:
+        """MakeAnew is done; the anchor is that of `round`."""
+        ...

@@ -19,6 +19,7 @@ from typing import Any
 
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
+from geomesh_p2p.core.anchors import AnchorWatch
 from geomesh_p2p.core.behind import Behind
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.election import Election, Won
@@ -52,6 +53,7 @@ class Replica:
         self.election = Election(self.s)
         self.member = Member(self.s, self._report)
         self.behind = Behind(self.s)
+        self.anchors = AnchorWatch(self.s)
         self.leading: Leading | None = None
         self.leave_by = float("inf")
         self._started = False
@@ -125,6 +127,12 @@ class Replica:
                     member.wanted = None
             case ev.SaveFailed(reason):
                 s.halt(75, f"cannot save: {reason}; free the disk and start this peer again")
+            case ev.Hashed(round, of, value):
+                self.anchors.hashed(round, of, value)
+            case ev.StateChecked(round, outcome):
+                self.anchors.checked(round, outcome)
+                if leading is not None:
+                    leading.heard()
             case ev.LeaveWanted(reason):
                 self._want_to_leave(reason)
 
@@ -352,18 +360,20 @@ class Replica:
             s.halt(4, f"the committed update of round {update.round} cannot be appended: {broken}")
             return
         s.out.append(ev.AppendCommit(update))
-        self._appended(update, by, term)
+        odd = self._appended(update, by, term)
         if self.leading is not None:
-            self.leading.committed()
+            self.leading.committed(odd)
         self._next_offer()
 
-    def _appended(self, update: Update, by: str, term: Term | None) -> None:
+    def _appended(self, update: Update, by: str, term: Term | None) -> tuple[PeerId, ...]:
+        """Returns the peers whose anchors were found to differ."""
         s = self.s
         s.note("commit", **commit_fields(update), term=term, committed_by=by)
         if s.held is not None and s.held.update.round <= update.round:
             s.held = None
         s.last_update = update
         self.member.reset()
+        return self.anchors.committed(update)
 
     def _next_offer(self) -> None:
         offer, self.member.next_offer = self.member.next_offer, None
@@ -473,6 +483,8 @@ class Replica:
         s, member = self.s, self.member
         if s.catching_up:
             return "catch_up"
+        if s.checking and member.plan is None:
+            return "catch_up"
         if member.plan is not None:
             return member.phase
         if s.leaving:
@@ -489,6 +501,8 @@ class Replica:
         s, member = self.s, self.member
         if s.catching_up:
             return f"the updates up to round {self.behind.round}"
+        if s.checking and member.plan is None:
+            return "this peer's own anchor, made anew from its snapshot and the log"
         if self.leading is not None and self.leading.waiting:
             return self.leading.waiting
         if s.forgetful:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from geomesh_p2p.core.anchors import well_formed
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import (
     CloseTraining,
@@ -211,7 +212,7 @@ class Member:
             return
         if sender in self.finished or not self.exchanging:
             return
-        if self.s.rules.on("ranges_within") and not covers(given.ranges, c.ranges):
+        if not well_formed(c) or (self.s.rules.on("ranges_within") and not covers(given.ranges, c.ranges)):
             return
         self.finished[sender] = c
         self.s.out.append(MemberFinished(message.plan, c))

@@ -60,6 +60,7 @@ class State:
         self.halted = False
         self._discarded: Digest = b""
         self.catching_up = False
+        self.checking = False                # the anchor may be wrong (core/anchors.py)
         self.had = log.round                 # the newest round committed here in an earlier life, though it may be lost
         self.up_to_date = set(log.voters) <= {me}  # latched: a peer that comes back does not know yet what it has missed
 
@@ -80,7 +81,7 @@ class State:
     @property
     def ready(self) -> bool:
         """Holds the anchor of its last round and can train."""
-        return self.profile is not None and self.settings.trains and not self.catching_up
+        return self.profile is not None and self.settings.trains and not self.catching_up and not self.checking
 
     @property
     def forgetful(self) -> bool:
@@ -188,7 +189,15 @@ def commit_fields(update: Update) -> dict[str, Any]:
         "seal": update.seal,
         "view": update.voters,
         "contributors": [
-            {"site": c.site, "peer": c.peer, "tokens": c.tokens, "ranges": c.ranges, "payload": c.payload}
+            {
+                "site": c.site,
+                "peer": c.peer,
+                "tokens": c.tokens,
+                "ranges": c.ranges,
+                "payload": c.payload,
+                "anchor_part": c.anchor_part,
+                "state": c.state,
+            }
             for c in update.contributors
         ],
         "topology": update.topology,

@@ -183,7 +183,8 @@ class Plan:
 class Contribution:
     """The header of what one member adds to a round. `payload` is the hash of its encoded bytes, fixed before the first
     of them is sent. Zero tokens is an abstention: no payload, and `reason` says why. `validation_*` are this member's
-    share of the validation of the base anchor (sum of token losses in nats, and tokens)."""
+    share of the validation of the base anchor (sum of token losses in nats, and tokens). `anchor_part` and `state` are hashes
+    of what this member has at the base of the round (core/anchors.py); empty: not said."""
 
     peer: PeerId
     site: str
@@ -196,6 +197,8 @@ class Contribution:
     validation_nats: float = field(default=0.0, metadata={MAY_BE_NOT_FINITE: True})  # a diverged loss is told as it is
     validation_tokens: int = 0
     reason: str = ""
+    anchor_part: Digest = b""
+    state: Digest = b""
 
     @property
     def abstains(self) -> bool:
@@ -222,14 +225,15 @@ class Update:
 
     @cached_property
     def digest(self) -> Digest:
-        """The round's digest: content only (no peer id, term, attempt, run id, validation or time)."""
+        """The round's digest: content only (no peer id, term, attempt, run id, validation or time). It vouches for what
+        the contributors say of their state, so that a donor can be checked against the log."""
         return digest(
             "round",
             self.base,
             self.round,
             self.topology,
             self.shares,
-            tuple((c.site, c.tokens, c.ranges, c.payload) for c in self.contributors),
+            tuple((c.site, c.tokens, c.ranges, c.payload, c.anchor_part, c.state) for c in self.contributors),
             self.body,
         )
 

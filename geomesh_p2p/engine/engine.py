@@ -52,7 +52,8 @@ class TorchEngine:
         self.device = devices.choose_device(site.device.name)
         devices.set_threads(site.device, site.emulation is not None)
         tokenizer = load_tokenizer(run.dataset.tokenizer)
-        self.model = models.build(run.model, tokenizer.highest_id + 1, run.run.seed, self.device, run.codec.granularity)
+        self._vocabulary = tokenizer.highest_id + 1
+        self.model = models.build(run.model, self._vocabulary, run.run.seed, self.device, run.codec.granularity)
         self.corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed, cache)
         profile = Path(site.device.profile) if site.device.profile and site.emulation is None else None
         self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
@@ -97,6 +98,13 @@ class TorchEngine:
 
     def set_weights(self, anchor: Vector) -> None:
         self.model.set_weights(anchor)
+
+    def initial_weights(self) -> Vector:
+        seed, granularity = self.run.run.seed, self.run.codec.granularity
+        again = models.build(self.run.model, self._vocabulary, seed, torch.device("cpu"), granularity)
+        if again.weights_digest != self._initial_weights:
+            raise DataError(f"{self.run.model.path or 'the model'}: its initial weights are no longer those of the start")
+        return np.array(again.weights())
 
     # ------------------------------------------------------------ speed
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core.anchors import state_in_log
+from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import RoundLog
@@ -15,6 +18,7 @@ from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
 from geomesh_p2p.core.types import NO_TERM, Founding, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
 
 
@@ -64,6 +68,60 @@ def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Upd
     except DataError as error:
         warnings.append(f"{error}: kept as {store.set_aside(round).name}, fetched again from the others")
         return None
+
+
+class Rebuilder:
+    """Makes a peer's shared state anew from what the log agrees with: its newest snapshot of which an update on disk says that
+    most contributors had the same, or the initial weights, and the updates since. What is found wrong on the way is replaced.
+    """
+
+    def __init__(
+        self, store: DiskStore, snapshots: Snapshots, initial: Callable[[], Vector], founding: Founding, settings: Settings
+    ) -> None:
+        self._store, self._snapshots, self._initial, self._founding = store, snapshots, initial, founding
+        self._settings = settings
+
+    def __call__(self, round: int) -> tuple[Vector, Vector] | None:
+        """(anchor, momentum) after `round`; None if nothing on disk can be trusted. Raises OSError."""
+        for start in reversed([0, *self._snapshots.rounds()]):
+            if start <= round:
+                with suppress(DataError, LookupError):
+                    state = self._begin(start)
+                    if state is not None:
+                        self._replay(state, start, round)
+                        return state.anchor, state.momentum
+        return None
+
+    def _begin(self, start: int) -> OuterState | None:
+        if start == 0:
+            anchor = self._initial()
+            return OuterState.founded(anchor) if digest_bytes(anchor.astype("<f4")) == self._founding.weights else None
+        return OuterState(*self._snapshots.read_state(start)) if self.vouched(start) else None
+
+    def vouched(self, round: int) -> bool:
+        """Whether the log on disk says that the others had the snapshot of `round` too."""
+        manifest, following = self._snapshots.manifest(round), self._store.read_update(round + 1)
+        if following is None or following[0].base != manifest.state.digest:
+            return False
+        return state_in_log(following[0]) == manifest.content
+
+    def _replay(self, state: OuterState, start: int, stop: int) -> None:
+        layout, codec, outer = self._settings
+        kept = set(self._snapshots.rounds())
+        for round in range(start + 1, stop + 1):
+            found = self._store.read_update(round)
+            if found is None:
+                raise DataError(f"the update of round {round} is not on disk")
+            apply_update(state, layout, codec, outer, *found)
+            if round in kept:
+                self._correct(round, state)
+
+    def _correct(self, round: int, state: OuterState) -> None:
+        """Replace a snapshot that holds something else."""
+        with suppress(DataError, LookupError):
+            log_state = self._snapshots.manifest(round).state
+            if self._snapshots.manifest(round).content != described(log_state, state.anchor, state.momentum).content:
+                self._snapshots.write(log_state, state.anchor, state.momentum)
 
 
 def retire_identity_without_state(store: DiskStore, folder: Path) -> str:

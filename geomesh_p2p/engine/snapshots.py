@@ -59,6 +59,12 @@ class Manifest:
     def digest(self) -> Digest:
         return digest("manifest", self)
 
+    @cached_property
+    def content(self) -> Digest:
+        """Hash of what every peer has in common after the round (no peer ids, no run id)."""
+        state = self.state
+        return digest("state", state.round, state.digest, state.credited, state.tokens, self.parameters, self.chunks)
+
     @property
     def size_bytes(self) -> int:
         return len(_header(_shared_shapes(self.parameters))) + 8 * self.parameters
@@ -191,6 +197,13 @@ class Snapshots:
             known = self._described[round] = (written, _read_meta(path)[0])
         return known[1]
 
+    def content(self, state: LogState, anchor: Vector, momentum: Vector) -> Digest:
+        """The `content` of this state: from its snapshot if there is one, else hashed now."""
+        with suppress(LookupError, DataError):
+            if (manifest := self.manifest(state.round)).state.digest == state.digest:
+                return manifest.content
+        return described(state, anchor, momentum).content
+
     def described(self, packed: bytes) -> Manifest:
         """A manifest that another peer sent. Raises ValueError."""
         return Manifest.unpack(packed)
@@ -313,6 +326,14 @@ class Receiver:
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def described(state: LogState, anchor: Vector, momentum: Vector) -> Manifest:
+    """The manifest of a snapshot that is not written."""
+    hashes: list[Digest] = []
+    for _ in _hashed(_safetensors({"anchor": anchor, "momentum": momentum}), hashes):
+        pass
+    return Manifest(state, anchor.size, tuple(hashes))
 
 
 def _shared_shapes(parameters: int) -> dict[str, int]:

@@ -20,6 +20,8 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "founding": ("base", "founder", "view"),
     "adopt": ("round", "digest", "view"),
     "anchor": ("round", "digest", "part", "hash"),
+    "mismatch": ("round", "of", "odd"),
+    "checked": ("round", "outcome"),
     "term": ("term",),
     "vote": ("term", "to", "round", "held"),
     "leader": ("term", "round", "voters"),

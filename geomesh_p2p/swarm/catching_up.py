@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from geomesh_p2p.core.anchors import state_in_log
 from geomesh_p2p.core.events import CatchUp
 from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog
 from geomesh_p2p.core.ports import AdoptState, SnapshotStore, Store, Work
 from geomesh_p2p.core.types import PeerId, Update
+from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm.donor import Fetcher
 
 
@@ -53,6 +55,28 @@ class CatchingUp:
             self._committed(update, [body], log.state)
             updates.append(update)
         return updates
+
+    async def sound_snapshot(self, run: bytes, sources: Sequence[PeerId]) -> int:
+        """Get a snapshot of a round in this peer's own log from the sources, one that the log agrees with; its round, 0 if
+        nobody could help. Raises OSError."""
+        offers: dict[bytes, list[PeerId]] = {}
+        for packed, owner in await self._fetcher.manifests(sources):
+            offers.setdefault(packed, []).append(owner)
+        for packed, owners in offers.items():
+            try:
+                manifest = self._snapshots.described(packed)
+                following = await asyncio.to_thread(self._store.read_update, manifest.state.round + 1)
+            except (ValueError, DataError):
+                continue
+            if manifest.state.run != run or following is None or following[0].base != manifest.state.digest:
+                continue
+            if state_in_log(following[0]) != manifest.content:
+                continue
+            receiver = await asyncio.to_thread(self._snapshots.receive, manifest)
+            if await self._fetcher.snapshot(manifest.state.round, receiver, owners):
+                await asyncio.to_thread(receiver.finish)
+                return manifest.state.round
+        return 0
 
     async def _snapshot(self, state: LogState, sources: Sequence[PeerId]) -> LogState | None:
         """The newest snapshot ahead of `state` that can be got whole from the sources."""

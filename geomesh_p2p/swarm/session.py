@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from geomesh_p2p.config import SaveSection
@@ -24,12 +25,15 @@ from geomesh_p2p.core.ports import (
     Clock,
     FoldUpdate,
     LocalRound,
+    Made,
+    MakeAnew,
     Observer,
     SaveState,
     SnapshotStore,
     Store,
     Transport,
     ValidateAll,
+    Vector,
 )
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Term, Update
@@ -58,6 +62,8 @@ class Surroundings:
     observe: Observer
     history: Callable[[str, dict[str, Any]], None]
     clock: Clock = time.monotonic
+    rebuild: Callable[[int], tuple[Vector, Vector] | None] = lambda round: None
+    """This peer's (anchor, momentum) after a round, made anew from what the log agrees with (MakeAnew)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Session:
         self.replica = replica
         self.planning = planning
         self.profile = profile
-        self.bench = Bench(Listeners(self._contributed, self._folded, self._validated))
+        self.bench = Bench(Listeners(self._contributed, self._folded, self._validated, self._made_anew))
         self.book = RoundBook(profile.peer, around.membership, around.transport, around.observe, around.clock())
         self.outcome: tuple[int, str] | None = None
         self.crash: BaseException | None = None
@@ -244,6 +250,8 @@ class Session:
                 self._spawn(self._fetch_held(held, sources))
             case ev.CatchUp():
                 self._spawn(self._catch_up(action))
+            case ev.CheckState():
+                self.bench.put(MakeAnew(self.around.rebuild))
             case ev.Halt(exit_code, reason):
                 self._finish(exit_code, reason)
 
@@ -253,8 +261,18 @@ class Session:
                 self.around.observe(obs.RoundDiscarded(fields["round"], fields["attempt"], fields["reason"]))
             case "join":
                 self.around.observe(obs.PeerJoined(fields["peer_id"], fields["peer_site"]))
+            case "mismatch":
+                self.around.observe(obs.Warned("digest_mismatch", self._mismatch_in_words(fields)))
             case "lost":
                 self.around.observe(obs.PeerLost(fields["peer_id"], fields["peer_site"], fields["seconds"]))
+
+    def _mismatch_in_words(self, fields: dict[str, Any]) -> str:
+        sites = ", ".join(sorted(self.around.membership.site_of(peer) for peer in fields["odd"]))
+        what = f"part {fields['part']} of the anchor" if fields["of"] == "anchor_part" else "anchor or outer momentum"
+        what += f" after round {fields['round']}"
+        if fields["tied"]:
+            return f"{sites}: they differ in {what}; each makes its own anew before it trains again"
+        return f"{sites}: another {what} than the most; made anew before it trains again"
 
     async def _append(self, update: Update) -> None:
         body = self.desk.body_of(update)
@@ -286,14 +304,17 @@ class Session:
             self.bench.put(ValidateAll(round))
 
     def _save_snapshot(self, state: LogState) -> None:
+        loop = asyncio.get_running_loop()
+
         def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
             begun = time.perf_counter()
             try:
-                size = self.around.snapshots.write(state, anchor, momentum, residual, save_inner).size_bytes
+                manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner)
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:
-                self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, size))
+                self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, manifest.size_bytes))
+                loop.call_soon_threadsafe(self._put, ev.Hashed(state.round, "state", manifest.content))
                 # Whoever catches up, and this peer if its newest snapshot is damaged, needs the updates since.
                 oldest = min(self.around.snapshots.rounds())
                 self.around.store.prune(min(oldest, state.round - self.planning.save.keep_updates) + 1)
@@ -319,7 +340,10 @@ class Session:
             if job.local is not None:
                 self._hand_in(job)
         elif mine is not None:
-            self.bench.train(plan, mine, validate=(plan.round - 1) % self.planning.validate_every_rounds == 0)
+            base, content = self.replica.log.state, None
+            if base.round % self.planning.save.snapshot_every_rounds == 0:
+                content = partial(self.around.snapshots.content, base)
+            self.bench.train(plan, mine, (plan.round - 1) % self.planning.validate_every_rounds == 0, content)
 
     async def _fetch_held(self, held: Held, sources: tuple[PeerId, ...]) -> None:
         body = await self._fetcher.held(held, sources)
@@ -386,8 +410,32 @@ class Session:
 
     def _folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
         self.around.history("anchor", {"round": update.round, "digest": update.digest, "part": part, "hash": part_hash})
+        self._put(ev.Hashed(update.round, "anchor_part", part_hash))
         self.book.folded(update, codec_seconds, self.around.clock())
         self._show_links()
+
+    def _made_anew(self, round: int, outcome: Made) -> None:
+        if outcome == "lost":
+            self._spawn(self._get_sound_snapshot())
+            return
+        if outcome == "repaired":
+            said = f"this peer's anchor after round {round} was wrong; it was made anew from its snapshot and the log"
+            self.around.observe(obs.Warned("anchor_repaired", said))
+        self._put(ev.StateChecked(round, outcome))
+
+    async def _get_sound_snapshot(self) -> None:
+        """Nothing on this peer's disk can be trusted: until another peer has a snapshot that the log agrees with."""
+        said = "no snapshot on disk is one that the log agrees with: this peer asks the others for theirs, and trains nothing"
+        self.around.observe(obs.Warned("anchor_lost", said))
+        while True:
+            sources = [peer for peer, seen in self.replica.s.peers.items() if self.replica.s.alive(peer) and not seen.silent]
+            try:
+                if await self._catching_up.sound_snapshot(self.replica.log.run, sources):
+                    break
+            except OSError as error:
+                self.around.observe(obs.Warned("save_failed", f"a snapshot could not be saved: {error}"))
+            await asyncio.sleep(2 * self.replica.s.timing.retry_seconds)
+        self.bench.put(MakeAnew(self.around.rebuild))
 
     def _validated(self, round: int, nats: float, tokens: int) -> None:
         self.book.validated(round, nats, tokens)

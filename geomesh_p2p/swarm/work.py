@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.ports import LocalRound, TrainRound, Work
+from geomesh_p2p.core.ports import LocalRound, Made, TrainRound, Vector, Work
 from geomesh_p2p.core.types import Assignment, Plan, Update
 
 
@@ -33,6 +33,7 @@ class Listeners:
     contributed: Callable[[Job, LocalRound], None]
     folded: Callable[[Update, int, Digest, float], None]
     validated: Callable[[int, float, int], None]
+    made_anew: Callable[[int, Made], None]
 
 
 class Bench:
@@ -48,11 +49,13 @@ class Bench:
     def put(self, work: Work | None) -> None:
         self._queue.put_nowait(work)
 
-    def train(self, plan: Plan, mine: Assignment, validate: bool) -> None:
+    def train(
+        self, plan: Plan, mine: Assignment, validate: bool, content: Callable[[Vector, Vector], Digest] | None = None
+    ) -> None:
         """Begin anew for `plan`; a job before it is void."""
         self.drop()
         self.job = Job(plan, plan)
-        self.put(TrainRound(plan, mine, validate))
+        self.put(TrainRound(plan, mine, validate, content))
 
     def drop(self) -> None:
         """What is or was trained counts no longer."""
@@ -86,3 +89,6 @@ class Bench:
 
     def validated(self, round: int, nats: float, tokens: int) -> None:
         self._listeners.validated(round, nats, tokens)
+
+    def made_anew(self, round: int, outcome: Made) -> None:
+        self._listeners.made_anew(round, outcome)

@@ -21,6 +21,7 @@ from geomesh_p2p.core.ports import InnerResult
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.resume import Rebuilder
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
 from geomesh_p2p.swarm.links import LinkTable
@@ -130,10 +131,11 @@ class ToyPeer:
         snapshot = snapshots.newest()
         state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
         log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
-        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, self.run.codec, OuterSection())
+        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, self.run.codec, OuterSection(), None, log.round)
         while (found := self.store.read_update(log.round + 1)) is not None:
             log.append(found[0])
             apply_update(state, LAYOUT, self.run.codec, OuterSection(), *found)
+        model.round = log.round
         self.model = model
         held = self.store.load_held()
         transport = self.network.transport(self.peer)
@@ -153,6 +155,10 @@ class ToyPeer:
             links=LinkTable(),
             observe=self.events.append,
             history=lambda kind, fields: self.notes.append((kind, fields)),
+            rebuild=Rebuilder(
+                self.store, snapshots, lambda: np.zeros(SIZE, np.float32), self.founding,
+                (LAYOUT, self.run.codec, OuterSection()),
+            ),
         )
         planner = LeadersPlanner(self.run, LAYOUT)
         codec = ExchangeCodec(LAYOUT, self.run.codec)
@@ -192,5 +198,5 @@ class ToyPeer:
 
 def toy_mesh(folder: Path, names: list[str], run: RunConfig, network: Network) -> list[ToyPeer]:
     fingerprint = digest("toy")
-    founding = Founding(fingerprint, b"nonce", 0, digest_bytes(b""), f"id-{names[0]}")
+    founding = Founding(fingerprint, b"nonce", 0, digest_bytes(np.zeros(SIZE, np.float32)), f"id-{names[0]}")
     return [ToyPeer(network, folder, name, run, founding) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 from test_checkpoint import DURABLE, FOUNDING, body_of, filled, held_of, pieces, update_of
 
 from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.core import codec
+from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.layout import Layout, Tensor
-from geomesh_p2p.core.log import LogState
-from geomesh_p2p.core.types import Range
+from geomesh_p2p.core.log import LogState, RoundLog
+from geomesh_p2p.core.outer import OuterState, apply_update
+from geomesh_p2p.core.types import Contribution, Range, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.resume import resume, retire_identity_without_state
+from geomesh_p2p.engine.resume import Rebuilder, resume, retire_identity_without_state
+from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
 
 SETTINGS = (Layout((Tensor("w", 8, 1),)), CodecSection(), OuterSection())
@@ -82,3 +87,62 @@ def test_a_damaged_promise_costs_the_identity(tmp_path: Path, name: str) -> None
         (tmp_path / "identity.key").write_bytes(b"new key")
         assert retire_identity_without_state(store, tmp_path) == ""
         assert (tmp_path / "identity.key").read_bytes() == b"new key"
+
+
+# ---------------------------------------------------------------- a state made anew
+
+
+def run_on_disk(folder: Path, rounds: int = 6, every: int = 2, wrong_from: int = 99) -> tuple[DiskStore, Snapshots, Any]:
+    """A log of `rounds` updates whose contributors name the sound state after each second round; this peer's snapshots hold
+    another value from round `wrong_from` on."""
+    layout, section, outer = SETTINGS
+    store, snapshots = DiskStore(folder), Snapshots(folder, keep=3)
+    sound = OuterState.founded(np.zeros(8, np.float32))
+    log, said = RoundLog.founded(REBUILT), b""
+    for round in range(1, rounds + 1):
+        payload = codec.encode(layout, np.full(8, round, np.float32), np.zeros(8, np.float32), section)
+        assert isinstance(payload, np.ndarray)
+        ranges = (Range(round, round + 1),)
+        one = Contribution("p", "p", round, log.digest, 1, ranges, digest_bytes(payload), payload.size, state=said)
+        update = Update(round, log.digest, "gather", (), (one,), ("p",), digest_bytes(payload), payload.size)
+        log.append(update)
+        store.append(update, [payload.tobytes()])
+        apply_update(sound, layout, section, outer, update, payload)
+        said = b""
+        if round % every == 0:
+            said = described(log.state, sound.anchor, sound.momentum).content
+            mine = sound.anchor + np.float32(round >= wrong_from)
+            snapshots.write(log.state, mine, sound.momentum)
+    return store, snapshots, sound
+
+
+REBUILT = replace(FOUNDING, weights=digest_bytes(np.zeros(8, np.float32)))
+
+
+def rebuilder(store: DiskStore, snapshots: Snapshots, initial: float = 0.0) -> Rebuilder:
+    return Rebuilder(store, snapshots, lambda: np.full(8, initial, np.float32), REBUILT, SETTINGS)
+
+
+@pytest.mark.case("C070")
+@pytest.mark.parametrize("wrong_from", [99, 4, 2])
+def test_a_state_is_made_anew_from_the_newest_snapshot_that_the_log_agrees_with(tmp_path: Path, wrong_from: int) -> None:
+    store, snapshots, sound = run_on_disk(tmp_path, wrong_from=wrong_from)
+    made = rebuilder(store, snapshots)(6)
+    assert made is not None
+    assert np.array_equal(made[0], sound.anchor)
+    assert np.array_equal(made[1], sound.momentum)
+    assert all(rebuilder(store, snapshots).vouched(round) for round in (2, 4)), "those that held something else are replaced"
+    assert np.array_equal(snapshots.read_state(6)[0], sound.anchor)
+
+
+def test_a_snapshot_that_no_update_speaks_of_is_not_trusted(tmp_path: Path) -> None:
+    store, snapshots, _ = run_on_disk(tmp_path)
+    assert not rebuilder(store, snapshots).vouched(6), "nothing follows it yet"
+    assert rebuilder(store, snapshots).vouched(4)
+
+
+def test_nothing_sound_on_disk_is_said(tmp_path: Path) -> None:
+    store, snapshots, _ = run_on_disk(tmp_path, wrong_from=0)
+    assert rebuilder(store, snapshots, initial=1.0)(6) is None
+    store.prune(3)
+    assert rebuilder(store, snapshots)(6) is None

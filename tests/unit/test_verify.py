@@ -470,6 +470,32 @@ def test_two_runs_are_checked_apart(story: Story, tmp_path: Path) -> None:
     assert "of 2 runs" in said[-1]
 
 
+@pytest.mark.parametrize("repaired", [True, False])
+def test_another_anchor_that_was_found_and_made_anew_is_a_remark(repaired: bool, story: Story, tmp_path: Path) -> None:
+    planted = story.copy()
+    planted.find(CEDAR, "anchor", round=4)["hash"] = "ff" * 32
+    lines = planted.lines[CEDAR]
+    at = lines.index(planted.find(CEDAR, "anchor", round=5))
+    outcome = "repaired" if repaired else "sound"
+    head = {key: lines[at][key] for key in ("time", "peer", "site", "run")}
+    lines.insert(at + 1, {**head, "kind": "checked", "round": 5, "outcome": outcome})
+    code, said = verdict(planted, tmp_path)
+    assert code == int(not repaired)
+    assert any("made it anew" in line for line in said) == repaired
+
+
+def test_contributors_that_name_different_bases_are_a_violation(story: Story, tmp_path: Path) -> None:
+    planted = story.copy()
+    for site in planted.lines:
+        for line in planted.lines[site]:
+            if line["kind"] == "commit" and line["round"] == 5:
+                for hashed, item in zip(("aa", "bb", "aa", "aa"), line["contributors"], strict=False):
+                    item["state"] = hashed * 32
+    code, said = verdict(planted, tmp_path)
+    assert code == 1
+    assert any("different anchors after one digest (snapshot)" in line for line in said)
+
+
 @pytest.mark.parametrize("make", [True, False])
 def test_a_folder_without_histories_is_an_error(make: bool, tmp_path: Path) -> None:
     folder = tmp_path / "empty"

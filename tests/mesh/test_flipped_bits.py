@@ -1,0 +1,138 @@
+"""One changed value in one peer's shared state: found, named, made anew from what the log agrees with; the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core import observations as obs
+from geomesh_p2p.core.anchors import ANCHOR_PARTS
+from geomesh_p2p.swarm.memory import Network
+from tests.injection.proof import fired, inject
+from tests.mesh.test_session import anchors, until
+from tests.mesh.toy import SIZE, ToyPeer, toy_mesh, toy_run
+
+
+def long_run(snapshot_every: int, min_peers: int = 2) -> RunConfig:
+    run = toy_run()
+    save = run.save.model_copy(update={"snapshot_every_rounds": snapshot_every})
+    section = run.run.model_copy(update={"rounds": 100_000, "min_peers": min_peers})
+    return run.model_copy(update={"run": section, "save": save})
+
+
+def flip(values: Any, index: int, bit: int = 12) -> None:
+    """Flip one bit, and prove it by reading it back."""
+    before = int(values.view(np.uint32)[index])
+
+    def fault() -> None:
+        values.view(np.uint32)[index] ^= np.uint32(1 << bit)
+
+    inject(fault)
+    fired(int(values.view(np.uint32)[index]) != before, "a bit of the shared state was flipped")
+
+
+def noted(peer: ToyPeer, kind: str) -> list[dict[str, Any]]:
+    return [fields for name, fields in peer.notes if name == kind]
+
+
+async def started(folder: Path, names: list[str], run: RunConfig, after_round: int) -> list[ToyPeer]:
+    peers = toy_mesh(folder, names, run, Network())
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    await until(lambda: all(peer.model.round >= after_round for peer in peers))
+    return peers
+
+
+async def stopped(peers: list[ToyPeer]) -> None:
+    """They end one after the other's last commit, and those at one round must be equal."""
+    for peer in peers:
+        assert peer.session is not None
+        peer.session.leave("the test is over")
+    await asyncio.gather(*(peer.task for peer in peers if peer.task))
+    for peer in peers:
+        peer.store.close()
+
+
+def equal_after(peers: list[ToyPeer], round: int) -> bool:
+    """Whether the parts that all have hashed since `round` are equal, over a whole rotation."""
+    hashes = [{n["round"]: n["hash"] for n in noted(peer, "anchor") if n["round"] > round} for peer in peers]
+    common = set.intersection(*(set(one) for one in hashes))
+    assert all(len({one[r] for one in hashes}) == 1 for r in common)
+    return len(common) >= ANCHOR_PARTS
+
+
+@pytest.mark.case("C070")
+@pytest.mark.fault
+@pytest.mark.parametrize("shared", ["anchor", "momentum"])
+async def test_a_flipped_bit_is_found_named_and_repaired_while_the_others_go_on(tmp_path: Path, shared: str) -> None:
+    peers = await started(tmp_path, ["a", "b", "c", "d"], long_run(20), 3)
+    odd = peers[2]
+    at = odd.model.round
+    flip(getattr(odd.model.state, shared), SIZE // 3)
+    await until(lambda: bool(noted(odd, "checked")))
+    found = noted(peers[0], "mismatch")
+    assert {tuple(fields["odd"]) for fields in found} == {(odd.peer,)}
+    assert found[0]["round"] <= at + ANCHOR_PARTS + 1, "found within one rotation"
+    warned = [event.text for event in peers[0].events if isinstance(event, obs.Warned) and event.reason == "digest_mismatch"]
+    assert warned[0].startswith("c: another part")
+    assert noted(odd, "checked")[0]["outcome"] == "repaired"
+    repaired = noted(odd, "checked")[0]["round"]
+    await until(lambda: equal_after(peers, repaired))
+    assert any(odd.peer in [c["peer"] for c in note["contributors"]] for note in peers[0].commits() if note["round"] > repaired)
+    assert not any(noted(peer, "checked") for peer in peers if peer is not odd)
+    assert len({peer.digests().get(repaired) for peer in peers}) == 1
+    await stopped(peers)
+
+
+@pytest.mark.case("C070")
+@pytest.mark.fault
+async def test_of_two_that_differ_each_checks_itself_and_the_wrong_one_is_repaired(tmp_path: Path) -> None:
+    peers = await started(tmp_path, ["a", "b"], long_run(3), 5)
+    flip(peers[1].model.state.anchor, 7)
+    await until(lambda: all(noted(peer, "checked") for peer in peers))
+    assert [noted(peer, "checked")[0]["outcome"] for peer in peers] == ["sound", "repaired"]
+    assert noted(peers[0], "mismatch")[0]["tied"]
+    repaired = noted(peers[1], "checked")[0]["round"]
+    await until(lambda: equal_after(peers, repaired))
+    await stopped(peers)
+
+
+@pytest.mark.case("C070")
+@pytest.mark.fault
+async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path: Path) -> None:
+    peers = toy_mesh(tmp_path, ["a", "b", "c"], long_run(3), Network())
+    odd = peers[2]
+    odd.run = long_run(1000)  # no snapshot of its own, and its initial weights are no longer to be had
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    assert odd.session is not None
+    odd.session.around.rebuild._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
+    await until(lambda: all(peer.model.round >= 7 for peer in peers))
+    flip(odd.model.state.anchor, 7)
+    await until(lambda: bool(noted(odd, "checked")))
+    assert noted(odd, "checked")[0]["outcome"] == "repaired"
+    assert [event.reason for event in odd.events if isinstance(event, obs.Warned)][-2:] == ["anchor_lost", "anchor_repaired"]
+    assert odd.session.around.snapshots.rounds()
+    repaired = noted(odd, "checked")[0]["round"]
+    await until(lambda: equal_after(peers, repaired))
+    await stopped(peers)
+
+
+async def test_equal_runs_say_equal_states(tmp_path: Path) -> None:
+    """Of other peer ids too: what is compared depends on configuration, seed and site names alone."""
+    said = []
+    for folder in ("one", "two"):
+        peers = toy_mesh(tmp_path / folder, ["a", "b"], toy_run(), Network())
+        for peer in peers:
+            peer.start([p.peer for p in peers])
+        await asyncio.gather(*(peer.task for peer in peers if peer.task))
+        said.append([[(c["site"], c["anchor_part"], c["state"]) for c in n["contributors"]] for n in peers[0].commits()])
+        assert len(anchors(peers)) == 1
+    assert said[0] == said[1]
+    assert [bool(round[0][2]) for round in said[0]] == [True, False, True, False, True], "after rounds 0, 2 and 4"
+    assert all(part for round in said[0] for _, part, _ in round)
