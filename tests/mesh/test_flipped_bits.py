@@ -11,7 +11,8 @@ import pytest
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core import observations as obs
-from geomesh_p2p.core.anchors import ANCHOR_PARTS
+from geomesh_p2p.core.anchors import ANCHOR_PARTS, part_of
+from geomesh_p2p.core.ports import SaveState
 from geomesh_p2p.swarm.memory import Network
 from tests.injection.proof import fired, inject
 from tests.mesh.test_session import anchors, until
@@ -25,15 +26,26 @@ def long_run(snapshot_every: int, min_peers: int = 2) -> RunConfig:
     return run.model_copy(update={"run": section, "save": save})
 
 
-def flip(values: Any, index: int, bit: int = 12) -> None:
-    """Flip one bit, and prove it by reading it back."""
-    before = int(values.view(np.uint32)[index])
+async def flip(peer: ToyPeer, shared: str, index: int, bit: int = 12) -> int:
+    """Flip one bit of `peer`'s anchor or momentum, between two pieces of its work, and prove it by reading it back. Returns the
+    round after which it was flipped."""
+    done: list[tuple[bool, int]] = []
 
-    def fault() -> None:
-        values.view(np.uint32)[index] ^= np.uint32(1 << bit)
+    def now(anchor: Any, momentum: Any, residual: Any, save_inner: Any) -> None:
+        bits = {"anchor": anchor, "momentum": momentum}[shared].view(np.uint32)
+        before = int(bits[index])
 
-    inject(fault)
-    fired(int(values.view(np.uint32)[index]) != before, "a bit of the shared state was flipped")
+        def fault() -> None:
+            bits[index] ^= np.uint32(1 << bit)
+
+        inject(fault)
+        done.append((int(bits[index]) != before, peer.model.round))
+
+    assert peer.session is not None
+    peer.session.bench.put(SaveState(0, now))
+    await until(lambda: bool(done))
+    fired(done[0][0], "a bit of the shared state was flipped")
+    return done[0][1]
 
 
 def noted(peer: ToyPeer, kind: str) -> list[dict[str, Any]]:
@@ -70,16 +82,20 @@ def equal_after(peers: list[ToyPeer], round: int) -> bool:
 @pytest.mark.fault
 @pytest.mark.parametrize("shared", ["anchor", "momentum"])
 async def test_a_flipped_bit_is_found_named_and_repaired_while_the_others_go_on(tmp_path: Path, shared: str) -> None:
-    peers = await started(tmp_path, ["a", "b", "c", "d"], long_run(20), 3)
+    peers = await started(tmp_path, ["a", "b", "c", "d"], long_run(1000), 3)
     odd = peers[2]
-    at = odd.model.round
-    flip(getattr(odd.model.state, shared), SIZE // 3)
-    await until(lambda: bool(noted(odd, "checked")))
-    found = noted(peers[0], "mismatch")
-    assert {tuple(fields["odd"]) for fields in found} == {(odd.peer,)}
-    assert found[0]["round"] <= at + ANCHOR_PARTS + 1, "found within one rotation"
-    warned = [event.text for event in peers[0].events if isinstance(event, obs.Warned) and event.reason == "digest_mismatch"]
-    assert warned[0].startswith("c: another part")
+    index = SIZE // 3
+    at = await flip(odd, shared, index)
+    if shared == "momentum":
+        at += 1  # the next update brings it into the anchor
+    base = next(round for round in range(at, at + ANCHOR_PARTS) if part_of(round, SIZE)[1] <= index < part_of(round, SIZE)[2])
+    await until(lambda: bool(noted(odd, "checked")) and max(peers[0].digests()) > base)
+    update = next(note for note in peers[0].commits() if note["round"] == base + 1)
+    if odd.peer in [c["peer"] for c in update["contributors"]]:  # else it found out by itself, from what the others said
+        found = noted(peers[0], "mismatch")
+        assert [(fields["round"], fields["odd"]) for fields in found] == [(base, (odd.peer,))]
+        warned = [e.text for e in peers[0].events if isinstance(e, obs.Warned) and e.reason == "digest_mismatch"]
+        assert warned[0].startswith(f"c: another part {base % ANCHOR_PARTS} of the anchor")
     assert noted(odd, "checked")[0]["outcome"] == "repaired"
     repaired = noted(odd, "checked")[0]["round"]
     await until(lambda: equal_after(peers, repaired))
@@ -93,7 +109,7 @@ async def test_a_flipped_bit_is_found_named_and_repaired_while_the_others_go_on(
 @pytest.mark.fault
 async def test_of_two_that_differ_each_checks_itself_and_the_wrong_one_is_repaired(tmp_path: Path) -> None:
     peers = await started(tmp_path, ["a", "b"], long_run(3), 5)
-    flip(peers[1].model.state.anchor, 7)
+    await flip(peers[1], "anchor", 7)
     await until(lambda: all(noted(peer, "checked") for peer in peers))
     assert [noted(peer, "checked")[0]["outcome"] for peer in peers] == ["sound", "repaired"]
     assert noted(peers[0], "mismatch")[0]["tied"]
@@ -113,7 +129,7 @@ async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path
     assert odd.session is not None
     odd.session.around.rebuild._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
     await until(lambda: all(peer.model.round >= 7 for peer in peers))
-    flip(odd.model.state.anchor, 7)
+    await flip(odd, "anchor", 7)
     await until(lambda: bool(noted(odd, "checked")))
     assert noted(odd, "checked")[0]["outcome"] == "repaired"
     assert [event.reason for event in odd.events if isinstance(event, obs.Warned)][-2:] == ["anchor_lost", "anchor_repaired"]

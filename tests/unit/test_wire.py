@@ -180,7 +180,7 @@ def test_other_version_is_recognised_before_anything_else() -> None:
 
 def test_size_is_checked_from_the_prefix_before_the_body_is_there() -> None:
     reader = FrameReader()
-    close = b"\x95\x01\xc4\x00" + bytes([10])
+    close = bytes((0x95, wire.PROTOCOL_VERSION, 0xC4, 0)) + bytes([10])
     with pytest.raises(FrameError, match=r"^Close: 5000 bytes, at most 1024"):
         reader.feed((5000).to_bytes(4, "big") + close)
     with pytest.raises(FrameError, match=r"^frame: 4294967295 bytes"):
