@@ -29,6 +29,7 @@ from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
+from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
@@ -173,6 +174,9 @@ class Peer:
         me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, settings_in_words)
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds)
         front.membership = membership
+        known = Acquaintances(self.folder / "acquaintances.json")
+        for warning in known.warnings:
+            log.warning("%s", warning)
         founding = me.founding = await self._founding(store, engine, transport, membership)
         transport.run = founding.run
 
@@ -189,7 +193,7 @@ class Peer:
 
         directory = Directory(transport, self.run.run.id)
         await directory.start()
-        meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory))
+        meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory, known))
         meeting.add_done_callback(self._met)
         try:
             local = (engine, resumed, founding)

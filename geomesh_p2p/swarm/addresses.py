@@ -16,6 +16,9 @@ from geomesh_p2p.errors import ConfigError, TemporaryError
 __all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "remembering_port"]
 
 MOST_ADDRESSES = 8           # of one peer that are dialled
+PROBE_SECONDS = 6.0
+LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
+
 
 def parse(text: str, setting: str) -> Address:
     """Raises ConfigError naming `setting`."""
@@ -25,8 +28,8 @@ def parse(text: str, setting: str) -> Address:
         raise ConfigError(f'{setting}: "{text}" {error}') from None
 
 
-async def answering(addresses: Iterable[str], limit_seconds: float = 3.0) -> str:
-    """Empty if a TCP port answers at one of `addresses`, or if that cannot be asked (a relay), else why not, in a few words."""
+async def answering(addresses: Iterable[str], limit_seconds: float = PROBE_SECONDS) -> str:
+    """Empty if a peer answers at one of `addresses`, or if that cannot be asked (a relay), else why not, in a few words."""
     tries = [asyncio.create_task(_answers(text, limit_seconds)) for text in addresses]
     why = ""
     try:
@@ -40,6 +43,7 @@ async def answering(addresses: Iterable[str], limit_seconds: float = 3.0) -> str
 
 
 async def _answers(text: str, limit_seconds: float) -> str:
+    """A libp2p peer speaks first: without that, a port that a proxy or a firewall accepts for it would pass for one."""
     try:
         address = parse(text, "address")
     except ConfigError:
@@ -48,14 +52,20 @@ async def _answers(text: str, limit_seconds: float) -> str:
         return ""
     try:
         async with asyncio.timeout(limit_seconds):
-            _, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            try:
+                if await reader.readexactly(len(LIBP2P_GREETING)) != LIBP2P_GREETING:
+                    return "what answers there is no peer"
+            finally:
+                writer.close()
     except TimeoutError:
         return f"no answer within {limit_seconds:g} s"
     except ConnectionRefusedError:
         return "connection refused: nothing listens there"
+    except asyncio.IncompleteReadError:
+        return "the connection was closed at once"
     except (OSError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)
-    writer.close()
     return ""
 
 

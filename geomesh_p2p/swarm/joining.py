@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
+from itertools import chain
 
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.messages import Refused
 from geomesh_p2p.core.types import Founding, PeerId
 from geomesh_p2p.errors import ConfigError, DataError, RefusedError, UnreachableError
+from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse
 from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.membership import Membership
@@ -61,13 +64,15 @@ def refusal(refused: Refused) -> RefusedError:
     return RefusedError(f"the run refuses this peer: {' '.join(refused.reason.split())}")
 
 
-async def keep_meeting(transport: Libp2pTransport, membership: Membership, net: NetSection, directory: Directory) -> None:
-    """Keep the own record alive in the directory, and greet whom it lists and the seeds, until cancelled. Raises RefusedError
-    if a seed refuses this peer and there is nobody else."""
-    me, addresses = membership.me, transport.addresses()
+async def keep_meeting(
+    transport: Libp2pTransport, membership: Membership, net: NetSection, directory: Directory, known: Acquaintances
+) -> None:
+    """Keep the own record alive in the directory, and greet whom it lists, the seeds, and, while nobody is heard, whom this
+    peer knew before, until cancelled. Raises RefusedError if a seed refuses this peer and there is nobody else."""
+    me = membership.me
     seeds = {peer: seed for seed in net.seeds if (peer := parse(seed, "net.seeds").peer) != me.peer}
     eager_until = time.monotonic() + net.reach_seconds
-    dialling = asyncio.ensure_future(_keep_dialling(transport, membership, seeds, eager_until))
+    dialling = asyncio.ensure_future(_keep_dialling(transport, membership, seeds, known, eager_until))
     try:
         while True:
             refused = [membership.refused_by[seed] for seed in seeds if seed in membership.refused_by]
@@ -76,11 +81,16 @@ async def keep_meeting(transport: Libp2pTransport, membership: Membership, net: 
             if dialling.done():
                 dialling.result()
             run = me.founding.run if me.founding else b""
-            await directory.announce(Record(run, me.fingerprint, me.site, me.trains, addresses, me.round, me.digest))
+            at = transport.addresses()
+            await directory.announce(Record(run, me.fingerprint, me.site, me.trains, at, me.round, me.digest))
             for record in await directory.peers():
                 transport.learn(record.peer, record.addresses)
+                if record.peer in membership.known:
+                    known.met(record.peer, record.addresses)
                 if record.peer not in membership.known:
                     membership.greet(record.peer, time.monotonic())
+            with suppress(OSError):  # a full disk is told by what matters more
+                known.save()
             await asyncio.sleep(_pause(eager_until))
     finally:
         dialling.cancel()
@@ -88,14 +98,20 @@ async def keep_meeting(transport: Libp2pTransport, membership: Membership, net: 
 
 
 async def _keep_dialling(
-    transport: Libp2pTransport, membership: Membership, seeds: dict[PeerId, str], eager_until: float
+    transport: Libp2pTransport, membership: Membership, seeds: dict[PeerId, str], known: Acquaintances, eager_until: float
 ) -> None:
-    """Dial and greet seeds that are not heard: at a start of all peers one may come later, or the first greeting get lost."""
+    """Dial and greet seeds that are not heard: at a start of all peers one may come later, or the first greeting get lost.
+    While nobody at all is heard, also those met before."""
     warn = True
     while True:
         live = {acquaintance.peer for acquaintance in membership.live(time.monotonic())}
         missing = [address for peer, address in seeds.items() if peer not in live]
-        for peer in await transport.connect_seeds(missing, required=False, warn=warn):
+        former = known.addresses(but=seeds) if not live else ()
+        reached = await asyncio.gather(
+            transport.connect_seeds(missing, required=False, warn=warn),
+            transport.connect_seeds(former, required=False, warn=False),
+        )
+        for peer in chain(*reached):
             membership.greet(peer, time.monotonic())
         warn = warn and not missing
         await asyncio.sleep(_pause(eager_until))

@@ -21,7 +21,7 @@ from geomesh_p2p.swarm.streams import FrameStream
 CONTROL, BULK, REQUEST = "/geomesh/1/control", "/geomesh/1/bulk", "/geomesh/1/request"
 CONTROL_QUEUE = 1024          # control messages that wait; the oldest is dropped beyond
 CONCURRENT_REQUESTS = 8
-OPEN_SECONDS = 10.0
+OPEN_SECONDS = 20.0           # the question whether a port answers included
 STALL_SECONDS = 15.0          # bulk streams that take nothing for so long are given up
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.25, 5.0
 

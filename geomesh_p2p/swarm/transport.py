@@ -190,12 +190,9 @@ class Libp2pTransport:
         while True:
             try:
                 async with asyncio.timeout(DIAL_SECONDS):
-                    if why := await answering((target.text,)):
-                        raise Unreachable(why)
-                    await self._dial(target.peer, (target.text,))
+                    await self._dial(target)
                 del outcomes[target.text]
                 self._met_peers[target.peer] = None
-                self.learn(target.peer, (target.text,))
                 return
             except TimeoutError:
                 outcomes[target.text] = f"no answer within {DIAL_SECONDS:g} s"
@@ -206,10 +203,18 @@ class Libp2pTransport:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 8.0)
 
-    async def _dial(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+    async def _dial(self, target: Address) -> None:
+        """Raises Unreachable. An address is believed once it has answered: the peer may be connected from another one."""
         if self.daemon is None:
             raise Unreachable(NOT_RUNNING)
-        await self.daemon.connect(peer, addresses)
+        if await self.daemon.connected(target.peer):
+            if not self._remote(target.peer).addresses:
+                self.learn(target.peer, (target.text,))
+            return
+        if why := await answering((target.text,)):
+            raise Unreachable(why)
+        await self.daemon.connect(target.peer, (target.text,))
+        self.learn(target.peer, (target.text,))
 
     # ------------------------------------------------------------ the other peers
 

@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from geomesh_p2p.swarm.addresses import answering
+from geomesh_p2p.swarm.addresses import LIBP2P_GREETING, answering
 
 
-async def test_whether_a_port_answers() -> None:
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    live = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+async def listening(says: bytes) -> tuple[asyncio.Server, str]:
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says)
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    return server, f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+
+
+async def test_whether_a_peer_answers() -> None:
+    server, live = await listening(LIBP2P_GREETING + b"more")
+    other, no_peer = await listening(b"HTTP/1.1 400 Bad Request\r\n")
+    closing, closed = await listening(b"")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         dead = f"/ip4/127.0.0.1/tcp/{probe.getsockname()[1]}"
         assert "refused" in await answering((dead,))
-        assert await answering((live,)) == await answering((dead, live)) == ""
-    server.close()
+        assert await answering((no_peer,)) == "what answers there is no peer"
+        assert await answering((closed,)) == "the connection was closed at once"
+        assert await answering((live,)) == await answering((dead, closed, no_peer, live)) == ""
+    for one in (server, other, closing):
+        one.close()
 
 
 async def test_what_cannot_be_asked_is_left_to_libp2p() -> None:
@@ -26,6 +39,16 @@ async def test_what_cannot_be_asked_is_left_to_libp2p() -> None:
 
 
 async def test_a_port_that_never_speaks_has_an_end() -> None:
+    async def listen(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    silent = await asyncio.start_server(listen, "127.0.0.1", 0)
+    address = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}"
+    assert "no answer within 0.2 s" in await answering((address,), 0.2)
+    silent.close()
+
+
+async def test_a_port_that_accepts_nobody_has_an_end() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from geomesh_p2p.core.messages import Hello, Refused
 from geomesh_p2p.core.types import Founding
 from geomesh_p2p.errors import RefusedError
 from geomesh_p2p.swarm import joining
+from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 
 SEED = "12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
@@ -26,6 +28,8 @@ class Host:
     def __init__(self, unreachable: int = 0) -> None:
         self.unreachable = unreachable
         self.warned: list[bool] = []
+        self.asked: list[tuple[str, ...]] = []
+        self.learnt: dict[str, tuple[str, ...]] = {}
         self.greeted = 0
 
     def addresses(self) -> tuple[str, ...]:
@@ -34,13 +38,17 @@ class Host:
     async def connect_seeds(self, seeds: Sequence[str], required: bool, warn: bool) -> tuple[str, ...]:
         if not seeds:
             return ()
+        self.asked.append(tuple(seeds))
         self.warned.append(warn)
         self.unreachable -= 1
         return () if self.unreachable >= 0 else (SEED,)
 
     def send(self, to: str, message: Any) -> None:
-        assert (to, type(message)) == (SEED, Hello)
-        self.greeted += 1
+        assert type(message) is Hello
+        self.greeted += to == SEED
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        self.learnt[peer] = tuple(addresses)
 
 
 async def nobody() -> list[Any]:
@@ -52,17 +60,20 @@ async def announced(record: Any) -> bool:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Any:
+def meeting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(joining, "EAGER_DIRECTORY_SECONDS", 0.01)
     founding = Founding(b"f" * 32, b"nonce", 0, b"w" * 32, "founder")
-    directory = SimpleNamespace(announce=announced, peers=nobody)
 
-    def begin(host: Host) -> tuple[Membership, asyncio.Task[None]]:
+    def begin(
+        host: Host, net: NetSection = NET, records: Callable[[], Any] = nobody
+    ) -> tuple[Membership, asyncio.Task[None]]:
+        directory = SimpleNamespace(announce=announced, peers=records)
+        known = Acquaintances(tmp_path / "acquaintances.json")
         me = Self("me", "site-me", True, founding.fingerprint, {}, founding)
         membership = Membership(me, Admission(), host.send, 5.0)
         membership_greet = membership.greet
         membership.greet = lambda peer, now, again_seconds=0.0: membership_greet(peer, now, again_seconds)  # type: ignore[method-assign]
-        return membership, asyncio.create_task(joining.keep_meeting(host, membership, NET, directory))  # type: ignore[arg-type]
+        return membership, asyncio.create_task(joining.keep_meeting(host, membership, net, directory, known))  # type: ignore[arg-type]
 
     return begin
 
@@ -73,22 +84,28 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
+def hello_of_the_seed(membership: Membership, host: Host) -> Hello:
+    me = membership.me
+    return Membership(Self(SEED, "site-seed", True, me.fingerprint, {}, me.founding), Admission(), host.send, 5.0).hello("me")
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_seed_is_dialled_and_greeted_until_it_is_heard_and_warned_of_once(meeting: Any) -> None:
     host = Host(unreachable=3)
     membership, task = meeting(host)
     await until(lambda: host.greeted >= 3)
     assert host.warned[0] is True
     assert not any(host.warned[1:])
-    hello = Membership(
-        Self(SEED, "site-seed", True, membership.me.fingerprint, {}, membership.me.founding), Admission(), host.send, 5.0
-    ).hello("me")
-    membership.on_hello(SEED, hello, asyncio.get_running_loop().time())
+    membership.on_hello(SEED, hello_of_the_seed(membership, host), asyncio.get_running_loop().time())
     await asyncio.sleep(0.1)
     greeted = host.greeted
     await asyncio.sleep(0.1)
     assert host.greeted == greeted, "who is heard is left in peace"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await ended(task)
 
 
 async def test_a_final_refusal_by_a_seed_ends_it(meeting: Any) -> None:
@@ -98,3 +115,50 @@ async def test_a_final_refusal_by_a_seed_ends_it(meeting: Any) -> None:
     membership.on_refused(SEED, Refused("another run has this name", True))
     with pytest.raises(RefusedError, match="another run has this name"):
         await asyncio.wait_for(task, 10.0)
+
+
+@pytest.mark.case("C003")
+@pytest.mark.case("C044")
+async def test_a_peer_with_no_live_seed_goes_back_to_whom_it_knew(meeting: Any, tmp_path: Path) -> None:
+    """The run it was in lists an ordinary peer; started again without seeds, it dials that one until it is heard."""
+    address = f"/ip4/127.0.0.1/tcp/4100/p2p/{SEED}"
+    record = SimpleNamespace(peer=SEED, addresses=(address,))
+
+    async def records() -> list[Any]:
+        return [record]
+
+    host = Host()
+    membership, task = meeting(host, NetSection(), records)
+    membership.on_hello(SEED, hello_of_the_seed(membership, host), asyncio.get_running_loop().time())
+    await until(lambda: (tmp_path / "acquaintances.json").exists())
+    assert host.learnt == {SEED: (address,)}
+    assert host.asked == [], "nobody is dialled while somebody is heard"
+    await ended(task)
+
+    host = Host()
+    membership, task = meeting(host, NetSection())
+    await until(lambda: host.greeted)
+    assert set(host.asked) == {(address,)}
+    assert not any(host.warned)
+    membership.on_hello(SEED, hello_of_the_seed(membership, host), asyncio.get_running_loop().time())
+    await asyncio.sleep(0.05)
+    asked = len(host.asked)
+    await asyncio.sleep(0.05)
+    assert len(host.asked) == asked
+    await ended(task)
+
+
+@pytest.mark.case("C060")
+async def test_the_newest_address_of_a_peer_replaces_the_old_one(meeting: Any, tmp_path: Path) -> None:
+    host, at = Host(), [f"/ip4/127.0.0.1/tcp/4100/p2p/{SEED}"]
+
+    async def records() -> list[Any]:
+        return [SimpleNamespace(peer=SEED, addresses=tuple(at))]
+
+    membership, task = meeting(host, NetSection(), records)
+    membership.on_hello(SEED, hello_of_the_seed(membership, host), asyncio.get_running_loop().time())
+    await until(lambda: host.learnt == {SEED: tuple(at)})
+    at[:] = [f"/ip4/127.0.0.1/tcp/4200/p2p/{SEED}"]
+    await until(lambda: host.learnt == {SEED: tuple(at)})
+    await until(lambda: Acquaintances(tmp_path / "acquaintances.json").addresses() == tuple(at))
+    await ended(task)
