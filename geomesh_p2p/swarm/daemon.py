@@ -12,6 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from geomesh_p2p.swarm.streams import FrameStream
 log = logging.getLogger("geomesh.daemon")
 OUTPUT_LINES = 20
 STOP_SECONDS = 5.0
+PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
 
 # Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
 # afterwards, which may have ended just before. In a session of its own, as Ctrl-C in a terminal reaches all processes of the
@@ -173,6 +175,27 @@ class Daemon:
         except (OSError, asyncio.IncompleteReadError):
             return False
         return any(PeerID(info.id).to_base58() == peer for info in answer.peers)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close every connection with `peer`."""
+        to = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=to))
+
+    async def ping(self, peer: PeerId) -> None:
+        """Returns when libp2p at the other end has answered, over the connection that there is. Raises Unreachable."""
+        stream, answered = FrameStream(), asyncio.Event()
+        try:
+            await self.open(peer, PING, stream)
+            stream.expect_bytes(PING_BYTES, lambda data: answered.set())
+            stream.on_lost = lambda _stream: answered.set()
+            stream.write_raw(os.urandom(PING_BYTES))
+            if not stream.lost:
+                await answered.wait()
+            if stream.lost:
+                raise Unreachable(f"{peer} closed the connection")
+        finally:
+            stream.abort()
 
     async def _ask(self, request: Any) -> Any:
         """One question on a connection of its own, which is closed whatever happens."""

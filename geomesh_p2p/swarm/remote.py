@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from geomesh_p2p.core.messages import Fetched
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.retrying import Retrying
 from geomesh_p2p.swarm.shaping import WINDOW_BYTES, Shape, Shaper
 from geomesh_p2p.swarm.streams import FrameStream
 
@@ -23,7 +25,6 @@ CONTROL_QUEUE = 1024          # control messages that wait; the oldest is droppe
 CONCURRENT_REQUESTS = 8
 OPEN_SECONDS = 20.0           # the question whether a port answers included
 STALL_SECONDS = 15.0          # bulk streams that take nothing for so long are given up
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.25, 5.0
 
 Buffers = Sequence[bytes | memoryview]
 Opener = Callable[[PeerId, str, tuple[str, ...], FrameStream], Awaitable[None]]
@@ -47,8 +48,10 @@ class Remote:
         self.shaper = Shaper(shape)
         self._open_stream = open_stream
         self._loop = asyncio.get_running_loop()
-        self._failures = 0
-        self._retry_at = 0.0
+        self.heard_at: float | None = None
+        self._retrying = Retrying()
+        self._news = asyncio.Event()
+        self._opened_at: dict[FrameStream, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -69,23 +72,38 @@ class Remote:
 
     async def _open(self, protocol: str) -> FrameStream:
         """A new stream. Raises Unreachable; each failure lengthens the pause before the next try."""
-        pause = self._retry_at - self._loop.time()
-        if pause > 0:
-            await asyncio.sleep(pause)
+        while (pause := self._retrying.wait_seconds(self._loop.time())) > 0:
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
         stream = FrameStream()
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 await self._open_stream(self.peer, protocol, self.addresses, stream)
         except (Unreachable, TimeoutError) as error:
-            self._retry_at = self._loop.time() + min(FIRST_RETRY_SECONDS * 2**self._failures, LAST_RETRY_SECONDS)
-            self._failures = min(self._failures + 1, 16)
+            self._retrying.failed(self._loop.time())
             raise Unreachable(str(error) or f"no stream to {self.peer} within {OPEN_SECONDS:g} s") from None
-        self._failures, self._retry_at = 0, 0.0
+        self._retrying.opened()
+        self._opened_at[stream] = self._loop.time()
+        if stream.lost:
+            self._lost(stream)
+            raise Unreachable(f"{self.peer} closed the stream")
         return stream
 
+    def _lost(self, stream: FrameStream) -> None:
+        if (opened_at := self._opened_at.pop(stream, None)) is not None:
+            self._retrying.lost(self._loop.time(), opened_at)
+
     def try_now(self) -> None:
-        """There is news of this peer (an address, a stream from it): no more waiting before the next try."""
-        self._failures, self._retry_at = 0, 0.0
+        """There is news of this peer (an address, a stream from it): no more waiting for one that could not be reached."""
+        self._retrying.news()
+        self._news.set()
+
+    @property
+    def in_use(self) -> bool:
+        """There are streams to it."""
+        return bool(self._opened_at)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
@@ -129,8 +147,6 @@ class Remote:
             return
         finally:
             self._control_opening = False
-        if stream.lost:
-            return
         stream.on_lost = self._control_lost
         stream.on_writable = lambda _stream: self._flush()
         self._control = stream
@@ -138,6 +154,7 @@ class Remote:
         self._start_bulk()  # so that the first chunk need not wait for its stream
 
     def _control_lost(self, stream: FrameStream) -> None:
+        self._lost(stream)
         if self._control is stream:
             self._control = None
             self._flush()
@@ -219,14 +236,13 @@ class Remote:
 
     async def _open_one_bulk(self) -> None:
         stream = await self._open(BULK)
-        if stream.lost:
-            raise Unreachable(f"{self.peer} closed the stream")
         stream.on_lost = self._bulk_lost
         stream.on_writable = self._next_turn
         self._bulk.append(stream)
         self._next_turn()
 
     def _bulk_lost(self, stream: FrameStream) -> None:
+        self._lost(stream)
         if stream in self._bulk:
             self._bulk.remove(stream)
         if not self._bulk and self._turn:
@@ -259,8 +275,6 @@ class Remote:
 
     async def _open_request(self) -> FrameStream:
         stream = await self._open(REQUEST)
-        if stream.lost:
-            raise Unreachable(f"{self.peer} closed the stream")
         stream.on_lost = self._request_lost
         stream.on_body = self._answered
         return stream
@@ -275,6 +289,7 @@ class Remote:
             answer.set_result(frame.message)
 
     def _request_lost(self, stream: FrameStream) -> None:
+        self._lost(stream)
         if stream in self._idle:
             self._idle.remove(stream)
         _, answer = self._asking.get(stream, (None, None))
@@ -298,8 +313,10 @@ class Remote:
     # ------------------------------------------------------------ ends
 
     def restarted(self) -> None:
-        """The other end is a new process: streams to the old one lead nowhere."""
-        self.try_now()
+        """The other end is a new process, or behind another connection: streams to the old one lead nowhere."""
+        self._retrying.another()
+        self._news.set()
+        self._opened_at.clear()
         for stream in self._streams():
             stream.abort()
 

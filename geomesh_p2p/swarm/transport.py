@@ -9,6 +9,7 @@ authenticated, whatever the frame says.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
 
+log = logging.getLogger("geomesh.links")
 INCARNATION_BYTES = 8
 INCOMING_STREAMS = 48            # of one remote
 DIAL_SECONDS = 10.0
@@ -93,6 +95,7 @@ class Libp2pTransport:
         """Take frames and requests from now on; open() first, unless that was done."""
         self._on_message, self._on_request = on_message, on_request
         daemon = self.daemon
+        self._tasks.add(asyncio.create_task(self._watch()))
         if daemon is None:
             await self.open()
             return
@@ -101,6 +104,35 @@ class Libp2pTransport:
         except (OSError, asyncio.IncompleteReadError):
             if not daemon.ended:  # else the next one opens them
                 raise
+
+    async def _watch(self) -> None:
+        """A connection whose other end has vanished without a word, or behind which a middlebox has forgotten it, looks open
+        for minutes: one that has been silent is asked, and closed if it does not answer, so that the peer is dialled again."""
+        limit, clock = self.net.heartbeat_limit_seconds, asyncio.get_running_loop().time
+        asking: dict[PeerId, asyncio.Task[None]] = {}
+        while True:
+            await asyncio.sleep(limit / 4)
+            for peer, remote in list(self._remotes.items()):
+                silent = remote.heard_at is not None and clock() - remote.heard_at > limit / 2
+                if silent and remote.in_use and (peer not in asking or asking[peer].done()):
+                    asking[peer] = asyncio.create_task(self._ask_whether_there(remote))
+                    self._tasks.add(asking[peer])
+                    asking[peer].add_done_callback(self._tasks.discard)
+
+    async def _ask_whether_there(self, remote: Remote) -> None:
+        limit, daemon = self.net.heartbeat_limit_seconds, self.daemon
+        if daemon is None:
+            return
+        try:
+            async with asyncio.timeout(limit):
+                await daemon.ping(remote.peer)
+        except TimeoutError:
+            log.info("%s: its connection is dead, it is closed and the peer dialled again", remote.peer)
+            await daemon.disconnect(remote.peer)
+            remote.restarted()
+        except Unreachable:
+            pass  # it is closed, as its streams tell
+        await asyncio.sleep(limit / 2)  # else it is there, and has nothing to say
 
     async def _start_daemon(self, on_exit: OnExit) -> Daemon:
         await asyncio.to_thread(check_port_free, self.listening)
@@ -305,6 +337,7 @@ class Libp2pTransport:
         if remote.incarnation not in (None, incarnation):
             remote.restarted()
         remote.incarnation = incarnation
+        remote.heard_at = asyncio.get_running_loop().time()
         self._met_peers[peer] = None
         remote.try_now()
 
@@ -317,8 +350,9 @@ class Libp2pTransport:
         stream.on_body = lambda _stream, body: self._heard(peer, body)
 
     def _heard(self, peer: PeerId, body: bytes | bytearray) -> None:
-        frame = wire.decode(body)
-        traffic, message = self._remote(peer).traffic, frame.message
+        frame, remote = wire.decode(body), self._remote(peer)
+        traffic, message = remote.traffic, frame.message
+        remote.heard_at = asyncio.get_running_loop().time()
         payload = len(message.data) if isinstance(message, Chunk) else 0
         traffic.payload_received += payload
         traffic.overhead_received += len(body) + wire.LENGTH_BYTES - payload
