@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
         sys.stdout.flush()
         return code
     except GeoMeshError as error:
-        print(f"geomesh: {error}", file=sys.stderr)
+        for line in str(error).splitlines():                      # several: what is found before a start is said all at once
+            print(f"geomesh: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -214,6 +215,15 @@ def _history_verify(args: argparse.Namespace) -> int:
     return verify(args.folder)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from geomesh_p2p.doctor import doctor, exit_code, report
+
+    seeds = [read_address(text, 0.0) for text in args.bootstrap or ()]
+    findings = doctor(args.run, args.site, seeds, args.overrides, os.environ)
+    print(report(findings, args.json))
+    return exit_code(findings)
+
+
 def _config_show(args: argparse.Namespace) -> int:
     from geomesh_p2p.loading import SiteFile, load_site
 
@@ -317,6 +327,12 @@ def _parser() -> _Parser:
     history = verbs.add_parser("history", help="Work on recorded histories.").add_subparsers(metavar="VERB", required=True)
     verify = add("verify", _history_verify, "Check the protocol's invariants from recorded histories.", history, keys=False)
     verify.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="a run's folder, or its peers' folders")
+
+    doctor = add("doctor", _doctor, "Check this host, and what a peer would meet here; joins nothing.", keys=False)
+    doctor.add_argument("run", nargs="?", metavar="RUN.toml", help="run file: checks data, memory and disk for its model too")
+    doctor.add_argument("--site", metavar="FILE", help="site file: where the peer would run")
+    doctor.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help=f"{about_seeds}")
+    doctor.add_argument("--json", action="store_true")
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
     show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)

@@ -60,7 +60,21 @@ def load_run(
 def resolve_run(
     path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
 ) -> Resolved:
+    resolved, problems = inspect_run(path, overrides, env, site)
+    if resolved is None:
+        raise ConfigError(_first(problems))
+    if problems:
+        raise ConfigError(problems[0])
+    return resolved
+
+
+def inspect_run(
+    path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
+) -> tuple[Resolved | None, list[str]]:
+    """As resolve_run, but with all that is wrong, a line each; the configuration is there if its fields are right one by one.
+    Raises ConfigError if the file cannot be read."""
     data = read_toml(path)
+    problems: list[str] = []
     origins: dict[str, str] = {}
     for section, table in data.items():
         if isinstance(table, dict):
@@ -72,22 +86,32 @@ def resolve_run(
     for variable, text in sorted(env.items()):
         if variable.startswith(ENV_PREFIX) and "__" in variable:
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
-            _put(data, origins, key, _from_text(key, text, variable), variable)
+            _put_text(data, origins, key, text, variable, problems)
     for key, text in overrides.items():
-        _put(data, origins, key, _from_text(key, text, f"--{key}"), f"--{key}")
-    config = _validate(RunConfig, data, str(path), origins)
+        _put_text(data, origins, key, text, f"--{key}", problems)
+    config, wrong = _validated(RunConfig, data, str(path), origins)
+    problems += wrong
+    if config is None:
+        return None, problems
     origins = {key: origins.get(key, DEFAULT) for key in run_keys()}
-    for keys, problem in run_problems(config):
-        raise ConfigError(f"{_blame(keys, origins, str(path))}: {problem}")
-    return Resolved(config, origins)
+    problems += [f"{_blame(keys, origins, str(path))}: {problem}" for keys, problem in run_problems(config)]
+    return Resolved(config, origins), problems
 
 
 def load_site(path: str | Path) -> SiteConfig:
-    data = read_toml(path)
-    config = _validate(SiteConfig, data, str(path), {})
-    for section, model in (("net", NetSection), ("metrics", MetricsSection)):
-        _validate(model, data.get(section, {}), str(path), {}, prefix=(section,))
+    config, problems = inspect_site(path)
+    if config is None or problems:
+        raise ConfigError(_first(problems))
     return config
+
+
+def inspect_site(path: str | Path) -> tuple[SiteConfig | None, list[str]]:
+    """As load_site, but with all that is wrong, a line each."""
+    data = read_toml(path)
+    config, problems = _validated(SiteConfig, data, str(path), {})
+    for section, model in (("net", NetSection), ("metrics", MetricsSection)):
+        problems += _validated(model, data.get(section, {}), str(path), {}, prefix=(section,))[1]
+    return config, problems
 
 
 def load_sites(*paths: str | Path) -> tuple[SiteFile, ...]:
@@ -219,6 +243,13 @@ def _put(data: dict[str, Any], origins: dict[str, str], key: str, value: Any, or
         origins[key] = origin
 
 
+def _put_text(data: dict[str, Any], origins: dict[str, str], key: str, text: str, origin: str, problems: list[str]) -> None:
+    try:
+        _put(data, origins, key, _from_text(key, text, origin), origin)
+    except ConfigError as error:
+        problems.append(str(error))
+
+
 def _from_text(key: str, text: str, origin: str) -> Any:
     field = run_keys().get(key)
     if field is None:
@@ -255,23 +286,32 @@ def _parse(text: str, kind: Any) -> Any:
 # ---------------------------------------------------------------- errors in words
 
 
-def _validate(model: type[Model], data: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...] = ()) -> Model:
+def _validated(
+    model: type[Model], data: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...] = ()
+) -> tuple[Model | None, list[str]]:
     try:
-        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+        return model.model_validate_json(json.dumps(data, default=str), strict=True), []
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-    first = problems[0]
-    path = [str(part) for part in (*prefix, *first["loc"])]
+        return None, [_in_words(model, one, file, origins, prefix) for one in error.errors(include_url=False)]
+
+
+def _first(problems: Sequence[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _in_words(
+    model: type[BaseModel], problem: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...]
+) -> str:
+    path = [str(part) for part in (*prefix, *problem["loc"])]
     key = ".".join(path)
     where = origins.get(".".join(path[:2]), file)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        raise ConfigError(f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}{more}")
-    if first["type"] == "missing":
-        raise ConfigError(f"{where}: {key} is missing{more}")
-    reason = re.sub(r"^(Input|String|Object) should", "should", first["msg"])
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}"
+    if problem["type"] == "missing":
+        return f"{where}: {key} is missing"
+    reason = re.sub(r"^(Input|String|Object) should", "should", problem["msg"])
     reason = reason.replace("an object", "a table").replace("valid array", "list")
-    raise ConfigError(f"{where}: {key} = {json.dumps(first['input'], default=str)}: {reason}{more}")
+    return f"{where}: {key} = {json.dumps(problem['input'], default=str)}: {reason}"
 
 
 def _blame(keys: Iterable[str], origins: Mapping[str, str], file: str) -> str:

@@ -25,12 +25,14 @@ from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
 from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
+from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
+from geomesh_p2p.swarm.clocks import answer_clock, watch_clocks
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
@@ -119,6 +121,9 @@ class Peer:
         for observer in self.observers:
             observer(event)
 
+    def _warn(self, reason: str, text: str) -> None:
+        self.observe(obs.Warned(reason, text))
+
     # ---------------------------------------------------------------- from start to end
 
     async def main(self) -> int:
@@ -146,6 +151,7 @@ class Peer:
         if retired := retire_identity_without_state(store, self.folder):
             log.warning("%s", retired)
         self._listen(asyncio.current_task())
+        await preflight(self.run, self.site, self.folder, with_model=self.make_engine is torch_engine)
         self.admission = self._admission()
         return await self._with_transport(store, closing)
 
@@ -155,7 +161,7 @@ class Peer:
             remembering_port(self.run.net, self.folder / "port"),
             self.folder / "identity.key",
             self.site.links,
-            on_warning=lambda reason, text: self.observe(obs.Warned(reason, text)),
+            on_warning=self._warn,
             on_daemon_exit=self._daemon_died,
         )
         self._open_telemetry(transport.peer, closing)
@@ -195,6 +201,7 @@ class Peer:
         await directory.start()
         meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory, known))
         meeting.add_done_callback(self._met)
+        clocks = asyncio.ensure_future(watch_clocks(transport, membership.sites, self._warn))
         try:
             local = (engine, resumed, founding)
             session = self.session = self._session(store, snapshots, transport, membership, profile, local)
@@ -218,7 +225,8 @@ class Peer:
         finally:
             meeting.remove_done_callback(self._met)
             meeting.cancel()
-            await asyncio.gather(meeting, return_exceptions=True)
+            clocks.cancel()
+            await asyncio.gather(meeting, clocks, return_exceptions=True)
             await directory.stop()
 
     # ---------------------------------------------------------------- opening
@@ -431,6 +439,8 @@ class FrontDoor:
             self.membership.on_refused(sender, message)
 
     async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
+        if (time_of_day := answer_clock(fetch)) is not None:
+            return time_of_day
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
         return await self.session.answer(sender, fetch)

@@ -169,7 +169,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Fetch:
-    """`what` is update | held | snapshot | founding | status; `round`, `offset` and `length` choose the bytes."""
+    """`what` is update | held | snapshot | founding | status | clock; `round`, `offset` and `length` choose the bytes."""
 
     what: str
     round: int

@@ -127,15 +127,32 @@ def load_corpus(
     Raises DataError: a file that cannot be used, or too little text, with the numbers; TemporaryError: no room for the cache.
     """
     if cache is None:
+        return corpus_of(documents(section), section, tokenizer, sequence_length, seed)
+    hashes = [_hash(text) for text in documents(section)]
+    folder = cache / digest(hashes, tokenizer.identity, seed, sequence_length, section.validation_sequences).hex()[:32]
+    if not folder.is_dir():
         hashes, parts = _tokenise(documents(section), tokenizer)
-        train, held_out = _split(hashes, parts, section, sequence_length, seed)
-    else:
-        hashes = [_hash(text) for text in documents(section)]
-        folder = cache / digest(hashes, tokenizer.identity, seed, sequence_length, section.validation_sequences).hex()[:32]
-        if not folder.is_dir():
-            hashes, parts = _tokenise(documents(section), tokenizer)
-            _keep(folder, *_split(hashes, parts, section, sequence_length, seed))
-        train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
+        _keep(folder, *_split(hashes, parts, section, sequence_length, seed))
+    kept = tuple(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
+    return _corpus(kept, hashes, section, tokenizer, sequence_length, seed)
+
+
+def corpus_of(texts: Iterable[str], section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int) -> Corpus:
+    """The corpus that `texts` make. Raises DataError as load_corpus does."""
+    hashes, parts = _tokenise(iter(texts), tokenizer)
+    split = _split(hashes, parts, section, sequence_length, seed)
+    return _corpus(split, hashes, section, tokenizer, sequence_length, seed)
+
+
+def _corpus(
+    split: tuple[Tokens, ...],
+    hashes: Sequence[Digest],
+    section: DatasetSection,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    seed: int,
+) -> Corpus:
+    train, held_out = split
     fields = {
         "source": section.source,
         "documents": f"{len(hashes)} documents, {digest_bytes(*hashes).hex()[:16]}",

@@ -48,6 +48,11 @@ def device_label(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine() or "cpu"
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that nobody holds."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def wants_bf16(autocast: str, device: torch.device) -> bool:
     """Whether inner steps run under bf16 autocast. auto: on GPUs that have it natively; a CPU stays exact and repeatable."""
     if autocast == "auto":

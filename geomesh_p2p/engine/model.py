@@ -20,6 +20,7 @@ from geomesh_p2p.config import ModelSection
 from geomesh_p2p.core.canonical import Digest, digest, digest_bytes
 from geomesh_p2p.core.layout import Layout, layout_of
 from geomesh_p2p.engine import hub
+from geomesh_p2p.engine.footprint import Shape
 from geomesh_p2p.errors import ConfigError, DataError
 
 INITIAL_STD = 0.02
@@ -93,6 +94,20 @@ def parameter_count(section: ModelSection, vocabulary: int) -> int:
     with torch.device("meta"):
         module = _module(section, _configuration(section, vocabulary), weights=False)
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def describe(section: ModelSection, vocabulary: int) -> Shape:
+    """What the model of a run is like, without building any weights. Raises ConfigError and DataError as build does."""
+    config = _configuration(section, vocabulary)
+    width = int(getattr(config, "hidden_size", 0) or 0)
+    return Shape(
+        parameters=parameter_count(section, vocabulary),
+        vocabulary=int(config.vocab_size),
+        width=width,
+        inner=int(getattr(config, "intermediate_size", None) or 4 * width),
+        layers=int(getattr(config, "num_hidden_layers", 1)),
+        heads=int(getattr(config, "num_attention_heads", 1)),
+    )
 
 
 def flatten(module: torch.nn.Module, vocabulary: int, granularity: Granularity = "tensor") -> FlatModel:

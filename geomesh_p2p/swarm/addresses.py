@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 from geomesh_p2p.addresses import Address, address_problems, parse_address
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
 
-__all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "remembering_port"]
+__all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "port_owner", "remembering_port"]
 
 MOST_ADDRESSES = 8           # of one peer that are dialled
 PROBE_SECONDS = 6.0
@@ -94,10 +96,21 @@ def check_port_free(address: Address, patience_seconds: float = 3.0) -> None:
                 raise ConfigError(f"net.listen: cannot listen on {address.text}: {error.strerror}") from None
             if time.monotonic() >= deadline:
                 raise TemporaryError(
-                    f"net.listen: port {address.port} of {address.text} is in use by another process: "
-                    f"stop it, or choose another port"
+                    f"net.listen: port {address.port} of {address.text} is in use{port_owner(address.port)}: "
+                    f"stop that process, or choose another port"
                 ) from None
         time.sleep(0.05)
+
+
+def port_owner(port: int) -> str:
+    """Who listens on TCP `port`, as far as this user may see: " by process 123 (name)"."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except (psutil.Error, OSError):
+        pass
+    return " by another process"
 
 
 def _try_bind(address: Address) -> None:

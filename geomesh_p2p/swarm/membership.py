@@ -157,6 +157,10 @@ class Membership:
     def live(self, now: float) -> list[Acquaintance]:
         return [a for a in self.known.values() if now - a.heard_at <= self.limit_seconds]
 
+    def sites(self) -> dict[PeerId, str]:
+        """Site names of the peers that were greeted."""
+        return {peer: acquaintance.site for peer, acquaintance in self.known.items()}
+
     def site_of(self, peer: PeerId) -> str:
         if peer == self.me.peer:
             return self.me.site

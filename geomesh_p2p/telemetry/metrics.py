@@ -274,14 +274,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class MetricsServer:
-    """Serves GET /metrics and GET /healthz from threads of its own. Raises TemporaryError if the port is taken."""
+    """Serves GET /metrics and GET /healthz from threads of its own. Training never depends on it: if the port cannot be had,
+    `instead` says so and `port` is another one, which was free."""
 
     def __init__(self, metrics: Metrics, settings: MetricsSection):
+        self.instead = ""
         try:
             self._server = _Server((settings.host, settings.port), _Handler)
         except OSError as error:
-            where = f"metrics.port = {settings.port} on {settings.host}"
-            raise TemporaryError(f"{where} cannot be had: {error.strerror}: choose another, or 0 for a free one") from None
+            try:
+                self._server = _Server((settings.host, 0), _Handler)
+            except OSError:
+                where = f"metrics.host = {settings.host!r}, metrics.port = {settings.port}"
+                text = f"{where} cannot be had: {error.strerror}: choose an address of this host"
+                raise ConfigError(text) from None
+            taken = f"metrics.port = {settings.port} on {settings.host} cannot be had: {error.strerror}"
+            self.instead = f"{taken}: metrics are on port {self._server.server_port} instead"
         self._server.metrics = metrics
         self.host, self.port = settings.host, self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()

@@ -1,0 +1,266 @@
+"""All checks of a host before it takes part: those of `geomesh doctor`, and those that every peer makes at its start.
+
+Each check ends with findings, never with an exception; all of them run at the same time, and what is not done in time says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from geomesh_p2p import environment
+from geomesh_p2p.addresses import address_problems
+from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
+from geomesh_p2p.core.findings import Finding, fatal, fatals, ok, refused, warning
+from geomesh_p2p.errors import ConfigError, GeoMeshError
+from geomesh_p2p.loading import SiteFile, inspect_run, inspect_site
+from geomesh_p2p.swarm import preflight as network
+from geomesh_p2p.swarm.offload import in_own_thread
+
+log = logging.getLogger("geomesh")
+LIMIT_SECONDS = 9.0
+"""For all checks together, imports and the start of the interpreter included."""
+LEAST_SECONDS = 4.0              # for the checks, however slow the start was
+LEAST_GROUP = 8
+"""Group size that is reckoned with if the run does not say that it needs more."""
+START_SECONDS = 60.0             # a peer's start may have to load a tokenizer from the hub
+PORT_PATIENCE_SECONDS = 3.0      # a peer's former self may be about to go
+
+Check = Callable[[], Awaitable[list[Finding]]]
+
+
+# ---------------------------------------------------------------- geomesh doctor
+
+
+def doctor(
+    run_file: str | None,
+    site_file: str | None,
+    bootstrap: Sequence[str],
+    overrides: Mapping[str, str],
+    env: Mapping[str, str],
+) -> list[Finding]:
+    """Everything that can be found out without joining, within ten seconds."""
+    run, site, findings = _configuration(run_file, site_file, bootstrap, overrides, env)
+    return findings + asyncio.run(_examine(run, site, run_file is not None))
+
+
+def report(findings: Sequence[Finding], as_json: bool) -> str:
+    if as_json:
+        fields = ("check", "level", "text", "next_step", "exit_code")
+        return json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings], indent=2)
+    return "\n".join(f"{finding.level:<7}  {finding.check:<17}  {finding.line}" for finding in findings)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """That of the first fatal one."""
+    return next((finding.exit_code for finding in fatals(findings)), 0)
+
+
+def _configuration(
+    run_file: str | None,
+    site_file: str | None,
+    bootstrap: Sequence[str],
+    overrides: Mapping[str, str],
+    env: Mapping[str, str],
+) -> tuple[RunConfig | None, SiteConfig | None, list[Finding]]:
+    """What could be read, and all that is wrong with it."""
+    problems: list[str] = []
+    site: SiteConfig | None = None
+    if site_file is not None:
+        try:
+            site, wrong = inspect_site(site_file)
+            problems += wrong
+        except ConfigError as error:
+            problems.append(str(error))
+    run: RunConfig | None = None
+    overrides = {**overrides, **({"net.seeds": json.dumps(list(bootstrap))} if bootstrap else {})}
+    if run_file is None:
+        net = NetSection(seeds=tuple(bootstrap))
+        run = RunConfig.model_validate({"run": {"id": "none"}, "net": net})
+        problems += [text for _, text in address_problems(net.listen, net.announce, net.seeds) if "loopback" not in text]
+    else:
+        layer = SiteFile(Path(site_file), site) if site is not None and site_file is not None else None
+        try:
+            resolved, wrong = inspect_run(run_file, overrides, env, layer)
+            problems += wrong
+            run = resolved.config if resolved is not None else None
+        except ConfigError as error:
+            problems.append(str(error))
+    findings = [refused("configuration", problem, ConfigError.exit_code) for problem in problems]
+    if not findings and run_file is not None:
+        findings = [ok("configuration", f"{run_file} and {site_file} fit together" if site_file else f"{run_file} is sound")]
+    if any(address_problems_of(run)):
+        run = None if run is None else run.model_copy(update={"net": _dialable(run.net)})
+    return run, site, findings
+
+
+def address_problems_of(run: RunConfig | None) -> list[str]:
+    return [] if run is None else [text for _, text in address_problems(run.net.listen, run.net.announce, run.net.seeds)]
+
+
+def _dialable(net: NetSection) -> NetSection:
+    """What of `net` can be tried although something is wrong with its addresses."""
+    default = NetSection()
+    seeds = tuple(seed for seed in net.seeds if not any(address_problems(default.listen, "", (seed,))) or _elsewhere(seed))
+    listen = default.listen if any(address_problems(net.listen, "/ip4/203.0.113.5/tcp/1", ())) else net.listen
+    return net.model_copy(update={"seeds": seeds, "listen": listen, "announce": ""})
+
+
+def _elsewhere(seed: str) -> bool:
+    return not any(address_problems("/ip4/203.0.113.5/tcp/1", "", (seed,)))
+
+
+async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: bool) -> list[Finding]:
+    checks: list[tuple[str, Check]] = [("python", _blocking(_host))]
+    scratch = tempfile.TemporaryDirectory(prefix="geomesh-doctor-")
+    if run is not None:
+        known, place = run, _folder(run, site)
+        peers = group_size(run)
+
+        async def seeds() -> list[Finding]:
+            return await network.meet_seeds(known.net, Path(scratch.name))
+
+        checks.append(("ports and addresses", _blocking(lambda: _network(known, place, peers, 0.0))))
+        checks.append(("seeds", seeds))
+        if with_model:
+            who = site or SiteConfig.model_validate({"site": {"name": "none"}})
+            checks.append(("data, memory, disk", _blocking(lambda: _engine(known, who, place, peers))))
+    try:
+        return await _all(checks, max(LEAST_SECONDS, LIMIT_SECONDS - (time.time() - psutil.Process().create_time())))
+    finally:
+        scratch.cleanup()
+
+
+# ---------------------------------------------------------------- a peer's start
+
+
+async def preflight(run: RunConfig, site: SiteConfig, folder: Path, with_model: bool) -> None:
+    """The same checks, less those that joining makes anyway. Warnings are logged; raises GeoMeshError, a line for each fatal
+    finding, with the exit code of the first."""
+    network.raise_open_files()
+    peers = group_size(run)
+    checks: list[tuple[str, Check]] = [
+        ("python", _blocking(_host)),
+        ("ports and addresses", _blocking(lambda: _network(run, folder, peers, PORT_PATIENCE_SECONDS))),
+    ]
+    if with_model:
+        checks.append(("data, memory, disk", _blocking(lambda: _engine(run, site, folder, peers))))
+    findings = await _all(checks, START_SECONDS)
+    for finding in findings:
+        if finding.level == "warning":
+            log.warning("%s", finding.line)
+    if found := fatals(findings):
+        error = GeoMeshError("\n".join(finding.line for finding in found))
+        error.exit_code = exit_code(found)
+        raise error
+
+
+# ---------------------------------------------------------------- the checks, by what they need
+
+
+def group_size(run: RunConfig) -> int:
+    return max(LEAST_GROUP, run.run.min_peers, len(run.planner.fixed))
+
+
+def _folder(run: RunConfig, site: SiteConfig | None) -> Path:
+    return Path(run.run.folder) / run.run.id / (site.site.name if site is not None else "none")
+
+
+def _host() -> list[Finding]:
+    findings = [_python(), *_packages()]
+    if environment.has_uvloop():
+        findings.append(ok("event loop", "uvloop"))
+    else:
+        text = "uvloop is missing: asyncio's own event loop is used, which is slower"
+        findings.append(warning("event loop", text, "pip install uvloop"))
+    if not sys.platform.startswith(("linux", "darwin")):
+        text = f"{sys.platform} is not supported: the libp2p daemon has no build for it"
+        findings.append(fatal("system", text, "use Linux or macOS (on Windows: WSL 2)", ConfigError.exit_code))
+    return findings
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if refusal := environment.python_refusal():
+        return refused("python", refusal, ConfigError.exit_code)
+    if sys.version_info[:2] > environment.NEWEST_TRIED_PYTHON:
+        newest = ".".join(map(str, environment.NEWEST_TRIED_PYTHON))
+        return warning("python", f"{version} is newer than this release knows", f"take {newest} if something fails to install")
+    return ok("python", version)
+
+
+def _packages() -> list[Finding]:
+    try:
+        found = environment.conflicts()
+    except metadata.PackageNotFoundError:
+        text = f"{environment.PACKAGE} is not installed here as a package, so its needs were not checked"
+        return [warning("packages", text, "pip install it")]
+    except ImportError:
+        text = "the module packaging is missing, so versions were not compared"
+        return [warning("packages", text, "pip install packaging")]
+    advice = "install GeoMesh into a virtual environment of its own (make setup, or pip install -c constraints.txt)"
+    if found:
+        return [warning("packages", text, advice) for text in found]
+    return [ok("packages", "all that is needed is there, in versions that go together")]
+
+
+def _network(run: RunConfig, folder: Path, peers: int, patience_seconds: float) -> list[Finding]:
+    net = run.net
+    return [
+        network.listen_port(net, patience_seconds),
+        network.metrics_port(run.metrics),
+        *network.announced(net),
+        network.open_files(peers, net.streams),
+        network.daemon_binary(),
+        *network.join_secret(net.join_secret_file),
+        network.identity(folder / "identity.key", patience_seconds),
+    ]
+
+
+def _engine(run: RunConfig, site: SiteConfig, folder: Path, peers: int) -> list[Finding]:
+    from geomesh_p2p.engine.preflight import check_host
+
+    return check_host(run, site, folder, peers)
+
+
+# ---------------------------------------------------------------- running them
+
+
+def _blocking(check: Callable[[], list[Finding]]) -> Check:
+    async def run() -> list[Finding]:
+        return await in_own_thread(check)
+
+    return run
+
+
+async def _all(checks: Sequence[tuple[str, Check]], limit_seconds: float) -> list[Finding]:
+    """The findings of all checks in their order. One that takes too long is left to itself."""
+    tasks = [asyncio.ensure_future(check()) for _, check in checks]
+    await asyncio.wait(tasks, timeout=limit_seconds)
+    findings: list[Finding] = []
+    for (name, _), task in zip(checks, tasks, strict=True):
+        if not task.done():
+            task.cancel()
+            text = f"not done after {limit_seconds:g} s"
+            findings.append(warning(name, text, "try again when the host is less busy, or look into what it reads"))
+        elif (error := task.exception()) is None:
+            findings += task.result()
+        elif isinstance(error, GeoMeshError):
+            findings.append(refused(name, str(error), error.exit_code))
+        elif isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{error.strerror or error}"
+            findings.append(fatal(name, text, "see to that file and its rights", ConfigError.exit_code))
+        else:
+            raise error
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return findings

@@ -1,0 +1,178 @@
+"""What a model takes: parameters, memory and disk, by part, before anything is built. Estimates name their parts.
+
+P parameters take 4 P bytes a copy in fp32. Copies of a peer that trains: weights, gradients, the inner optimizer's moments
+(two for AdamW, one for Lion), the anchor, the outer momentum. On top come what measuring or joining holds for a while, the
+activations of one sequence (Korthikanti et al. 2022, counted for this block and fp32), the exchange's bits, and the corpus.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from geomesh_p2p.config import CodecSection, ModelSection, RunConfig, SiteConfig
+
+RUNTIME_BYTES = 480 * 10**6
+"""A peer without a model: interpreter, torch on a CPU, transformers, hivemind, the libp2p daemon."""
+CUDA_RUNTIME_BYTES = 1_500 * 10**6
+"""What CUDA's libraries take besides, in this host's memory."""
+CUDA_CONTEXT_BYTES = 600 * 10**6
+"""And in the GPU's."""
+PACKED_TEXT = 4
+"""Bytes of text in a byte of .gz or .zst."""
+PAYLOAD_BITS = {"sign": 1, "int8": 8, "fp16": 16, "fp32": 32}
+
+
+@dataclass(frozen=True)
+class Part:
+    what: str
+    size_bytes: int
+    on_device: bool = False
+    """Lies with the weights, in a GPU's memory if the device is one."""
+    certain: bool = False
+    """Held for as long as the peer trains, and of known size; the others are estimates."""
+
+
+def llama_parameters(section: ModelSection, vocabulary: int) -> int:
+    """Trainable parameters of the Llama that a run file's fields describe, without torch."""
+    width, inner = section.hidden_size, section.intermediate_size
+    kv_width = width // section.heads * section.kv_heads
+    layer = 2 * width * width + 2 * width * kv_width + 3 * width * inner + 2 * width
+    embeddings = vocabulary * width * (1 if section.tie_embeddings else 2)
+    return embeddings + section.layers * layer + width
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What activations depend on. For models that transformers loads, as far as their configuration says."""
+
+    parameters: int
+    vocabulary: int
+    width: int
+    inner: int
+    layers: int
+    heads: int
+
+
+def llama_shape(section: ModelSection, vocabulary: int) -> Shape:
+    parameters = llama_parameters(section, vocabulary)
+    return Shape(parameters, vocabulary, section.hidden_size, section.intermediate_size, section.layers, section.heads)
+
+
+def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, corpus_bytes: int, cuda: bool) -> list[Part]:
+    copy = 4 * shape.parameters
+    moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
+    measures = site.emulation is None and not site.device.profile
+    payload = payload_bytes(run.codec, shape.parameters)
+    parts = [
+        Part("weights", copy, on_device=True, certain=True),
+        Part("gradients", copy, on_device=True, certain=True),
+        Part(f"moments of {run.inner.optimizer}", moments, on_device=True, certain=True),
+        Part("anchor", copy, certain=True),
+        Part("outer momentum", copy, certain=True),
+        Part("activations of one sequence", activation_bytes(run.model, shape), on_device=True),
+        Part("copies while measuring" if measures else "copies while joining", copy + moments if measures else 2 * copy),
+        Part(f"exchange among {peers}", (peers + 6) * payload),
+        Part("corpus", corpus_bytes),
+        Part("libraries and the daemon", RUNTIME_BYTES + (CUDA_RUNTIME_BYTES if cuda else 0)),
+    ]
+    if run.codec.residual:
+        parts.append(Part("residual", 2 * copy))
+    if cuda:
+        parts.append(Part("CUDA's context", CUDA_CONTEXT_BYTES, on_device=True))
+    return parts
+
+
+def activation_bytes(section: ModelSection, shape: Shape) -> int:
+    """Of one sequence in fp32: what the backward pass keeps, and the logits with their gradient."""
+    length = section.sequence_length
+    layer = length * (9 * shape.width + 4 * shape.inner) + 2 * shape.heads * length * length
+    kept = shape.layers * length * shape.width + layer if section.gradient_checkpointing else shape.layers * layer
+    return 4 * (kept + 4 * length * shape.vocabulary)
+
+
+def payload_bytes(codec: CodecSection, parameters: int) -> int:
+    """Of one contribution, magnitudes left out."""
+    return -(-parameters * PAYLOAD_BITS[codec.payload] // 8)
+
+
+def disk_parts(run: RunConfig, parameters: int, peers: int) -> list[Part]:
+    """The most that a peer's folder grows to: snapshots (one more while it is written), updates, the held record."""
+    copy = 4 * parameters
+    moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
+    snapshot = 2 * copy + moments + (copy if run.codec.residual else 0)
+    kept = run.save.keep_updates + run.save.keep_snapshots * run.save.snapshot_every_rounds
+    update = peers * payload_bytes(run.codec, parameters)
+    number = run.save.keep_snapshots + 1
+    return [
+        Part("one snapshot", snapshot, certain=True),
+        Part(f"{number - 1} more snapshots", (number - 1) * snapshot),
+        Part(f"{kept} updates", kept * update),
+        Part("a held record", update),
+    ]
+
+
+def corpus_bytes(paths: Sequence[str], bytes_a_token: int, tokens_a_byte: float) -> int:
+    """The tokens of these files in memory: as they are read, and once more as they are packed."""
+    size = 0
+    for path in paths:
+        try:
+            size += os.path.getsize(path) * (PACKED_TEXT if path.endswith((".gz", ".zst")) else 1)
+        except OSError:
+            continue
+    return int(2 * size * bytes_a_token * tokens_a_byte)
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def cgroup_room(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process's control groups (v2 or v1, and those around them) still allow; None without a limit."""
+    room: int | None = None
+    for folder, limit_name, used_name in _cgroups(proc, root):
+        try:
+            limit_text = (folder / limit_name).read_text().strip()
+            if limit_text == "max" or int(limit_text) >= 1 << 60:
+                continue
+            here = int(limit_text) - int((folder / used_name).read_text()) + _file_cache(folder)
+        except (OSError, ValueError):
+            continue
+        room = here if room is None else min(room, here)
+    return room
+
+
+def _cgroups(proc: Path, root: Path) -> list[tuple[Path, str, str]]:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[tuple[Path, str, str]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            tops, names = [root, root / "unified"], ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            tops, names = [root / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for top in tops:
+            folder = top / path.strip("/")
+            while True:                                           # a container may show its own group as the root
+                found.append((folder, *names))
+                if folder == top:
+                    break
+                folder = folder.parent
+    return found
+
+
+def _file_cache(folder: Path) -> int:
+    """What the kernel gives back before it ends a process."""
+    try:
+        pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    except (OSError, ValueError):
+        return 0
+    prefix = "total_" if "total_inactive_file" in values else ""
+    return values.get(f"{prefix}inactive_file", 0) + values.get(f"{prefix}active_file", 0)
