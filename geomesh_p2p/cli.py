@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from geomesh_p2p import __version__
+from geomesh_p2p import __version__, environment
 from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError, UnreachableError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ BOOLEANS = ("true", "false", "yes", "no", "1", "0")
 def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
     """Runs one verb and returns its exit code. `make_engine` (a peer.MakeEngine) gives `peer` another engine than torch's."""
     try:
+        if refusal := environment.python_refusal():
+            raise ConfigError(refusal)
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         args, unknown = _parser().parse_known_args(words)
         if unknown:

@@ -29,7 +29,7 @@ from geomesh_p2p.swarm.offload import in_own_thread
 log = logging.getLogger("geomesh")
 LIMIT_SECONDS = 9.0
 """For all checks together, imports and the start of the interpreter included."""
-LEAST_SECONDS = 4.0              # for the checks, however slow the start was
+LEAST_SECONDS = 7.0              # for the checks, however slow the start was
 LEAST_GROUP = 8
 """Group size that is reckoned with if the run does not say that it needs more."""
 START_SECONDS = 60.0             # a peer's start may have to load a tokenizer from the hub

@@ -1,11 +1,10 @@
-"""This interpreter and what is installed in it, against what GeoMesh says it needs. Light: imports no library it looks at."""
+"""This interpreter and what is installed in it, against what GeoMesh says it needs. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from importlib import metadata
-from importlib.util import find_spec
 
 PACKAGE = "geomesh-p2p"
 OLDEST_PYTHON = (3, 11)
@@ -56,8 +55,9 @@ def conflicts(package: str = PACKAGE, installed: dict[str, str] | None = None) -
 
 
 def has_uvloop() -> bool:
-    """Whether uvloop can be imported; a peer runs on asyncio's own event loop without it."""
+    """Whether there is a uvloop to run on (not what swarm puts in its place); else a peer runs on asyncio's own event loop."""
     try:
-        return find_spec("uvloop") is not None
-    except (ImportError, ValueError):
+        import uvloop
+    except ImportError:
         return False
+    return hasattr(uvloop, "new_event_loop")

@@ -6,6 +6,7 @@ of one line that names file (or flag), key and value. Imports no torch.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -61,17 +62,15 @@ def resolve_run(
     path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
 ) -> Resolved:
     resolved, problems = inspect_run(path, overrides, env, site)
-    if resolved is None:
+    if resolved is None or problems:
         raise ConfigError(_first(problems))
-    if problems:
-        raise ConfigError(problems[0])
     return resolved
 
 
 def inspect_run(
     path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
 ) -> tuple[Resolved | None, list[str]]:
-    """As resolve_run, but with all that is wrong, a line each; the configuration is there if its fields are right one by one.
+    """As resolve_run, but with all that is wrong, a line each, and what is left of the configuration without it, if any.
     Raises ConfigError if the file cannot be read."""
     data = read_toml(path)
     problems: list[str] = []
@@ -289,10 +288,22 @@ def _parse(text: str, kind: Any) -> Any:
 def _validated(
     model: type[Model], data: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...] = ()
 ) -> tuple[Model | None, list[str]]:
+    """What is wrong in `data`, and the configuration without that, None if there is none."""
     try:
         return model.model_validate_json(json.dumps(data, default=str), strict=True), []
     except ValidationError as error:
-        return None, [_in_words(model, one, file, origins, prefix) for one in error.errors(include_url=False)]
+        problems = error.errors(include_url=False)
+    rest = copy.deepcopy(data)
+    for problem in problems:
+        *parents, name = problem["loc"][:2] or ("",)
+        table = rest.get(parents[0], {}) if parents and isinstance(rest, dict) else rest
+        if isinstance(table, dict):
+            table.pop(name, None)
+    words = [_in_words(model, problem, file, origins, prefix) for problem in problems]
+    try:
+        return model.model_validate_json(json.dumps(rest, default=str), strict=True), words
+    except ValidationError:
+        return None, words
 
 
 def _first(problems: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
+from geomesh_p2p.environment import has_uvloop
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
@@ -90,10 +91,10 @@ def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
+    if not has_uvloop():
         return None
+    import uvloop
+
     return uvloop.new_event_loop
 
 
@@ -285,6 +286,8 @@ class Peer:
         for part in (server, file, console):
             closing.callback(part.close)
         self.observers += [metrics, file, console]
+        if server.instead:
+            log.warning("%s", server.instead)
         log.info("peer %s; metrics on http://%s:%d/metrics", peer, self.run.metrics.host, server.port)
 
     def _announce_address(self, addresses: tuple[str, ...]) -> None:

@@ -47,9 +47,8 @@ def fatals(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def refused(check: str, message: str, exit_code: int) -> Finding:
-    """A fatal finding from an error's one line, which says what to do behind its last colon, semicolon or comma."""
-    for mark in (": ", "; "):
-        text, found, next_step = message.rpartition(mark)
-        if found:
-            return fatal(check, text, next_step, exit_code)
-    return fatal(check, message, "mend that and start again", exit_code)
+    """A fatal finding from an error's one line, which says what to do behind its last colon or semicolon."""
+    at = max(message.rfind(": "), message.rfind("; "))
+    if at < 0:
+        return fatal(check, message, "mend that and start again", exit_code)
+    return fatal(check, message[:at], message[at + 2 :], exit_code)

@@ -78,16 +78,20 @@ def data_sample(run: RunConfig, peers: int) -> Sample:
     section, length = run.dataset, run.model.sequence_length
     found: list[Finding] = []
     paths: list[str] = []
+    missing = False
     if section.source != "python-stdlib":
         try:
             paths = files(section)
+            found.append(ok("data files", _files_text(len(paths), peers)))
         except DataError as error:
-            return Sample([refused("data files", str(error), DATA)])
-        found.append(ok("data files", _files_text(len(paths), peers)))
+            missing = True
+            found.append(refused("data files", str(error), DATA))
     try:
         tokenizer = load_tokenizer(section.tokenizer)
     except DataError as error:
         return Sample([*found, refused("tokenizer", str(error), DATA)], paths=paths)
+    if missing:
+        return Sample(found, tokenizer)
     wanted = 2 * (section.validation_sequences * length + 1) + length
     texts: list[str] = []
     tokens = size = highest = 0

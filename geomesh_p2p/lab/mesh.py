@@ -325,12 +325,13 @@ class _Mesh:
         if code == 0 or self.stopping_since is not None:
             return
         lines = child.last_lines()
-        reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else ""
+        reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else _killed(code)
+        ended = f"with code {code}" if code > 0 else f"by signal {-code}"
         at_start = not any(view.rounds for view in self.views.values())
         if reason and not at_start:
-            self._say(f"geomesh: {child.site} ended with code {code} in round {view.round + 1}: {reason}")
+            self._say(f"geomesh: {child.site} ended {ended} in round {view.round + 1}: {reason}")
         elif not reason:
-            self._say(f"geomesh: {child.site} ended with code {code} in round {view.round + 1}; the end of {child.log}:")
+            self._say(f"geomesh: {child.site} ended {ended} in round {view.round + 1}; the end of {child.log}:")
             for line in lines:
                 self._say(f"    {line}")
         if at_start:
@@ -378,3 +379,10 @@ class _Mesh:
 
 def _names(sites: set[str]) -> str:
     return ", ".join(sorted(sites))
+
+
+def _killed(code: int) -> str:
+    """What an end by SIGKILL, which leaves no word behind, is likely to mean."""
+    if code != -signal.SIGKILL:
+        return ""
+    return "the kernel ends processes so when memory is short: see what `geomesh doctor` says of this model's need"

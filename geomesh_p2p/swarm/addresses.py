@@ -52,16 +52,18 @@ async def _answers(text: str, limit_seconds: float) -> str:
         return ""
     if "/p2p-circuit" in text:
         return ""
+    taken = ""
     try:
         async with asyncio.timeout(limit_seconds):
             reader, writer = await asyncio.open_connection(address.host, address.port)
+            taken = ", though connections are taken"
             try:
                 if await reader.readexactly(len(LIBP2P_GREETING)) != LIBP2P_GREETING:
                     return "what answers there is no peer"
             finally:
                 writer.close()
     except TimeoutError:
-        return f"no answer within {limit_seconds:g} s"
+        return f"no answer within {limit_seconds:g} s{taken}"
     except ConnectionRefusedError:
         return "connection refused: nothing listens there"
     except asyncio.IncompleteReadError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from contextlib import suppress
@@ -19,7 +20,9 @@ from geomesh_p2p.swarm.directory import Directory, Record
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.transport import Libp2pTransport
 
+log = logging.getLogger("geomesh")
 DIRECTORY_SECONDS = 10.0
+STARTING_SECONDS = 2.0           # a seed that has not answered a greeting by then is still starting
 EAGER_DIRECTORY_SECONDS = 1.0
 
 
@@ -39,7 +42,7 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
     seeds = await transport.connect_seeds(net.seeds)
     if not seeds:
         raise ConfigError("net.seeds names nobody but this peer: give the address of another one, or pass --first")
-    refused_since = None
+    refused_since, silent_since, told = None, time.monotonic(), False
     while (founding := membership.heard_founding) is None:
         now = time.monotonic()
         refused = next((membership.refused_by[seed] for seed in seeds if seed in membership.refused_by), None)
@@ -52,6 +55,12 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
                 f"no answer from the run within {net.reach_seconds:g} s (net.reach_seconds), though a seed is there: "
                 "it may still be starting, try again"
             )
+        elif not told and now > silent_since + STARTING_SECONDS:
+            told = True
+            log.info(
+                "%s is there but does not speak for the run yet: it is still starting (it loads its model and data first); "
+                "waiting for it, at most %.0f s more (net.reach_seconds)", ", ".join(seeds), deadline - now,
+            )  # fmt: skip
         for peer in seeds:
             membership.greet(peer, time.monotonic())
         await asyncio.sleep(0.05)

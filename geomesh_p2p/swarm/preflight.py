@@ -21,13 +21,12 @@ from geomesh_p2p.core.messages import Fetch, Fetched, Message
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, TemporaryError, UnreachableError
-from geomesh_p2p.swarm.addresses import check_port_free, port_owner
+from geomesh_p2p.swarm.addresses import answering, check_port_free, port_owner
 from geomesh_p2p.swarm.clocks import ADVICE, TOLERATED_SECONDS, answer_clock, measure
 from geomesh_p2p.swarm.identity import load_identity, read_secret
 from geomesh_p2p.swarm.transport import INCOMING_STREAMS, Libp2pTransport, dial_reason
 
-SEED_SECONDS = 5.0
-MULTISTREAM = b"\x13/multistream/1.0.0\n"
+SEED_SECONDS = 4.0
 OWN_FILES = 128                  # of a peer alone: libraries, logs, sockets, the daemon's pipes
 TEMPORARY = TemporaryError.exit_code
 
@@ -69,6 +68,8 @@ def announced(net: NetSection, addresses: Iterable[str] | None = None, in_contai
     setting = "net.announce" if net.announce else "net.listen"
     seeds = [parse_address(seed) for seed in net.seeds]
     public = next((seed for seed in seeds if not seed.private and not seed.loopback and seed.ip is not None), None)
+    if shown.wildcard:
+        return []                                                 # refused with the configuration
     if net.relay:
         return [ok("announced address", f"{setting}: {shown.text}, and relays (net.relay)")]
     if shown.loopback:
@@ -263,9 +264,8 @@ async def _meet(transport: Libp2pTransport, text: str) -> tuple[bool, list[Findi
 async def _dial(transport: Libp2pTransport, seed: Address) -> str:
     """Empty once it has answered, else why not, in a few words."""
     assert transport.daemon is not None
-    speaks = "" if seed.relay else await speaks_libp2p(seed)
-    if speaks:
-        return speaks
+    if why := await answering((seed.text,), SEED_SECONDS / 2):
+        return why
     try:
         async with asyncio.timeout(SEED_SECONDS):
             await transport.daemon.connect(seed.peer, (seed.text,))
@@ -274,30 +274,6 @@ async def _dial(transport: Libp2pTransport, seed: Address) -> str:
     except Unreachable as error:
         return dial_reason(str(error), seed.text)
     return ""
-
-
-async def speaks_libp2p(address: Address, limit_seconds: float = SEED_SECONDS / 2) -> str:
-    """Empty if who listens there opens as libp2p does, else what is there instead, in a few words."""
-    try:
-        async with asyncio.timeout(limit_seconds):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-    except TimeoutError:
-        return f"no answer within {limit_seconds:g} s"
-    except ConnectionRefusedError:
-        return "connection refused: nothing listens there"
-    except OSError as error:
-        return error.strerror or str(error)
-    try:
-        writer.write(MULTISTREAM)
-        async with asyncio.timeout(limit_seconds):
-            said = await reader.readexactly(len(MULTISTREAM))
-    except TimeoutError:
-        return f"takes connections, but says nothing within {limit_seconds:g} s: no libp2p there"
-    except (OSError, asyncio.IncompleteReadError):
-        return "takes connections and ends them: no libp2p there"
-    finally:
-        writer.close()
-    return "" if said == MULTISTREAM else f"speaks something else than libp2p ({said[:16]!r})"
 
 
 def _ignore(sender: PeerId, message: Message) -> None:

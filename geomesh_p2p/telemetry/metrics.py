@@ -21,7 +21,7 @@ from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.events import DISCARD_REASONS
 from geomesh_p2p.core.types import Plan
-from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.errors import ConfigError
 
 # name (without the prefix geomesh_ and a counter's _total): kind, labels besides `site`, help
 TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {

@@ -121,6 +121,9 @@ class Site:
     def address_file(self) -> Path:
         return self.mesh.folder / f"{self.name}.address"
 
+    def ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)

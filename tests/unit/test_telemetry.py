@@ -18,10 +18,11 @@ import pytest
 from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
-from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.errors import ConfigError, TemporaryError
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, MetricsServer, what_changed
 from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, jsonable
+from tests.injection.proof import fired, inject, injecting
 
 MEMBER = Assignment("QmA", "north", 8, inner_steps=4, last_batch=8, ranges=(Range(0, 32),), lr_scale=1.0, finish_seconds=2.0)
 PLAN = Plan(
@@ -225,13 +226,28 @@ def test_anything_else_is_not_found(server: MetricsServer) -> None:
     assert get(server, "/")[0] == 404
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+@pytest.mark.case("C103")
+@pytest.mark.fault
+def test_a_port_that_is_taken_is_named_and_another_one_serves() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(TemporaryError, match=rf"metrics\.port = {port} on 127\.0\.0\.1"):
-            MetricsServer(Metrics("north", 0.7), MetricsSection(port=port))
+        inject(taken.listen)
+        if not injecting():
+            taken.close()
+        server = MetricsServer(Metrics("north", 0.7), MetricsSection(port=port))
+        try:
+            fired(server.port != port, "another process has the port")
+            assert server.instead.startswith(f"metrics.port = {port} on 127.0.0.1 cannot be had: ")
+            assert server.instead.endswith(f"metrics are on port {server.port} instead")
+            assert 'site="north"' in get(server, "/metrics")[1]
+        finally:
+            server.close()
+
+
+def test_a_host_that_is_not_this_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.host = '192\.0\.2\.1'"):
+        MetricsServer(Metrics("north", 0.7), MetricsSection(host="192.0.2.1", port=9464))
 
 
 # ---------------------------------------------------------------- files

@@ -1,0 +1,172 @@
+"""What a model takes, against what it really takes; and what a host allows, from files such as the kernel shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p.config import CodecSection, ModelSection, RunConfig, SiteConfig
+from geomesh_p2p.core.findings import Finding
+from geomesh_p2p.engine import footprint, preflight
+from geomesh_p2p.engine.footprint import Part
+from geomesh_p2p.engine.model import describe, parameter_count
+
+SMALL = ModelSection(hidden_size=64, intermediate_size=160, layers=3, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        SMALL,
+        SMALL.model_copy(update={"tie_embeddings": False}),
+        SMALL.model_copy(update={"kv_heads": 4, "layers": 1, "sequence_length": 16}),
+        ModelSection(hidden_size=192, intermediate_size=512, layers=2, heads=3, kv_heads=3),
+    ],
+)
+def test_parameters_are_counted_without_torch_as_with_it(section: ModelSection) -> None:
+    assert footprint.llama_parameters(section, 300) == parameter_count(section, 300)
+    assert footprint.llama_shape(section, 300) == describe(section, 300)
+
+
+def run_of(**model: object) -> RunConfig:
+    return RunConfig.model_validate({"run": {"id": "x"}, "model": model})
+
+
+SITE = SiteConfig.model_validate({"site": {"name": "north"}})
+EMULATED = SiteConfig.model_validate({
+    "site": {"name": "north"},
+    "emulation": {"device": "toy", "fixed_seconds": 0.0, "sequence_seconds": 0.1, "max_batch": 1},
+})  # fmt: skip
+
+# One step, then what a peer holds besides: the anchor with the outer momentum, and the copies made while measuring.
+MEASURED = """
+import sys
+import numpy as np
+from geomesh_p2p.config import *
+from geomesh_p2p.engine.engine import TorchEngine
+run = RunConfig.model_validate_json(sys.argv[1])
+site = SiteConfig.model_validate_json(sys.argv[2])
+engine = TorchEngine(run, site)
+anchor = engine.weights().copy()
+momentum = np.ones_like(anchor)
+engine.loop.step(engine.corpus.batch(range(1)), 1e-3)
+engine.measure()
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(int(status["VmHWM"].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.case("C098")
+def test_the_estimate_of_memory_is_near_what_a_peer_takes(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"line {i}: the quick brown fox counts {i * i} sheep\n" for i in range(4000)))
+    model = {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "sequence_length": 64}
+    run = RunConfig.model_validate(
+        {"run": {"id": "x"}, "model": model, "dataset": {"source": "text", "paths": [str(corpus)], "validation_sequences": 4}}
+    )
+    site = SiteConfig.model_validate({"site": {"name": "north"}, "device": {"name": "cpu", "threads": 1, "max_batch": 1}})
+    words = [sys.executable, "-c", MEASURED, run.model_dump_json(), site.model_dump_json()]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    shape = footprint.llama_shape(run.model, 256)
+    parts = footprint.memory_parts(run, site, shape, 2, footprint.corpus_bytes([str(corpus)], 1, 1.0), cuda=False)
+    estimate = sum(part.size_bytes for part in parts)
+    assert 0.8 < estimate / int(done.stdout) < 1.35
+    assert sum(part.size_bytes for part in parts if part.certain) < int(done.stdout)
+
+
+def test_the_parts_follow_the_settings() -> None:
+    shape = footprint.llama_shape(SMALL, 256)
+
+    def parts(run: RunConfig, site: SiteConfig = SITE, cuda: bool = False) -> dict[str, Part]:
+        return {part.what: part for part in footprint.memory_parts(run, site, shape, 8, 0, cuda)}
+
+    run = run_of()
+    copy = 4 * shape.parameters
+    assert parts(run)["moments of adamw"].size_bytes == 2 * copy
+    lion = run.model_copy(update={"inner": run.inner.model_copy(update={"optimizer": "lion"})})
+    assert parts(lion)["moments of lion"].size_bytes == copy
+    assert "copies while measuring" in parts(run)
+    assert "copies while joining" in parts(run, EMULATED)
+    assert "residual" not in parts(run)
+    residual = run.model_copy(update={"codec": CodecSection(residual=True)})
+    assert parts(residual)["residual"].size_bytes == 2 * copy
+    on_gpu = {name for name, part in parts(run, cuda=True).items() if part.on_device}
+    assert {"weights", "gradients", "moments of adamw", "activations of one sequence", "CUDA's context"} == on_gpu
+    checkpointed = SMALL.model_copy(update={"gradient_checkpointing": True, "layers": 24})
+    deep = footprint.llama_shape(checkpointed, 256)
+    plain = footprint.activation_bytes(checkpointed.model_copy(update={"gradient_checkpointing": False}), deep)
+    assert footprint.activation_bytes(checkpointed, deep) < plain / 3
+
+
+@pytest.mark.case("C098")
+def test_at_four_fifths_of_the_need_it_is_said_and_below_what_is_certain_it_is_refused() -> None:
+    parts = [Part("weights", 400 * 10**6, certain=True), Part("libraries and the daemon", 600 * 10**6)]
+    assert preflight.memory("memory", parts, 1000 * 10**6).level == "ok"
+    warned = preflight.memory("memory", parts, 800 * 10**6)
+    assert warned.level == "warning"
+    for word in ("about 1,000 MB", "weights 400", "800 MB may be used", "signal 9"):
+        assert word in warned.line
+    refused = preflight.memory("memory", parts, 399 * 10**6)
+    assert (refused.level, refused.exit_code) == ("fatal", 75)
+
+
+@pytest.mark.case("C090")
+def test_disk_for_snapshots_and_updates_is_counted_with_what_the_folder_has(tmp_path: Path) -> None:
+    run = run_of()
+    folder = tmp_path / "runs" / "x" / "north"
+    parts = footprint.disk_parts(run, 10**6, 8)
+    assert parts[0] == Part("one snapshot", 16 * 10**6, certain=True)
+    need = sum(part.size_bytes for part in parts)
+    assert need == 3 * 16 * 10**6 + (50 + 2 * 5 + 1) * 8 * 125_000
+
+    def level(free: int) -> Finding:
+        return preflight.disk(folder, parts, free)
+
+    assert level(need).level == "ok"
+    assert level(need - 1).level == "warning"
+    assert level(16 * 10**6 - 1).exit_code == 75
+    for word in ("one snapshot 16", "2 more snapshots 32", "60 updates 60", "save.keep_updates"):
+        assert word in level(need - 1).line
+    folder.mkdir(parents=True)
+    (folder / "snapshot").write_bytes(bytes(1000))
+    assert level(need - 1000).level == "ok"
+
+
+# ---------------------------------------------------------------- control groups
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.case("C098")
+def test_room_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    assert footprint.cgroup_room(proc, root) is None
+    put(proc / "self/cgroup", "0::/outer/inner\n")
+    put(root / "outer/inner/memory.max", "max\n")
+    put(root / "outer/inner/memory.current", "5\n")
+    assert footprint.cgroup_room(proc, root) is None
+    put(root / "outer/memory.max", "1000\n")
+    put(root / "outer/memory.current", "700\n")
+    assert footprint.cgroup_room(proc, root) == 300
+    put(root / "outer/memory.stat", "anon 1\ninactive_file 150\nactive_file 50\n")
+    assert footprint.cgroup_room(proc, root) == 500
+    put(root / "memory.max", "450\n")  # a container that sees its own group as the root
+    put(root / "memory.current", "50\n")
+    assert footprint.cgroup_room(proc, root) == 400
+
+
+def test_room_of_control_groups_of_the_first_version(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    put(proc / "self/cgroup", "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n")
+    put(root / "memory/job/memory.limit_in_bytes", "1000\n")
+    put(root / "memory/job/memory.usage_in_bytes", "900\n")
+    put(root / "memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 20\n")
+    put(root / "memory/memory.limit_in_bytes", "9223372036854771712\n")
+    put(root / "memory/memory.usage_in_bytes", "0\n")
+    assert footprint.cgroup_room(proc, root) == 220
