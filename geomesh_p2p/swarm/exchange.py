@@ -96,6 +96,9 @@ class Exchange:
     async def stop(self, reason: str) -> None:
         """End, whatever the state: no task and no buffer is left when this returns."""
         self._stopped = True
+        if self._task is not None:
+            self._task.cancel(reason)
+            await asyncio.wait([self._task])  # first: its parts may take one more step each, with all that they count on
         self._reception.clear()
         self._due.clear()
         for held in (self._headers, self._known, self._relays):
@@ -103,9 +106,6 @@ class Exchange:
         for lane in self._lanes.values():
             lane.clear()
         self._own_payload = self._part_residual = None
-        if self._task is not None:
-            self._task.cancel(reason)
-            await asyncio.wait([self._task])
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -6,6 +6,8 @@ sent. Time is the running event loop's: on a `VirtualClockLoop` hours pass in mi
     network = Network(seed=1, latency_seconds=0.05, bytes_per_second=1e6)
     a, b = network.transport("a"), network.transport("b")
     network.play([(2.0, lambda n: n.cut("a", "b")), (5.0, lambda n: n.heal())])
+
+What faults have really done is counted where it takes effect (`effects`), apart from their being switched on.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -92,11 +94,13 @@ def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """One direction of a pair: one-way delay, rate (None: unlimited), share of control messages and chunks lost."""
+    """One direction of a pair: one-way delay, rate (None: unlimited), share of control messages and chunks lost, and by how
+    much the delay of each varies, at random, both ways. Control messages keep their order all the same."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float | None = None
     loss: float = 0.0
+    jitter_seconds: float = 0.0
 
 
 @dataclass
@@ -105,6 +109,7 @@ class _Entry:
 
     source: MemoryTransport
     body: bytes
+    connection: int
     due: bool = False
     dropped: bool = False
 
@@ -115,6 +120,10 @@ class _Way:
 
     settings: LinkSettings
     cut: bool = False
+    silent: bool = False                    # takes everything, delivers nothing, says nothing
+    breaks_after: float | None = None       # bytes until its connection is reset
+    corrupt: int = 0                        # chunks whose bytes are still to be damaged
+    connection: int = 0                     # what was sent on an earlier one is gone
     control_free_at: float = 0.0
     bulk_free_at: float = 0.0
     control: deque[_Entry] = field(default_factory=deque)
@@ -134,9 +143,15 @@ class Network:
         self.stall_seconds = stall_seconds
         self.random = random.Random(seed)
         self.live: dict[PeerId, MemoryTransport] = {}
+        self.effects: Counter[tuple[str, PeerId, PeerId]] = Counter()   # (what, from, to): see `effect`
         self.played: list[float] = []
         self._ways: dict[tuple[PeerId, PeerId], _Way] = {}
         self._paused: dict[PeerId, list[Callable[[], None]]] = {}
+        self._unplugged: set[PeerId] = set()
+
+    def effect(self, what: str, peer: PeerId) -> int:
+        """How many frames from or to `peer` were so far: sent, cut, lost, silenced, reset, damaged, held, unplugged."""
+        return sum(count for (kind, *pair), count in self.effects.items() if kind == what and peer in pair)
 
     def transport(self, peer: PeerId) -> MemoryTransport:
         """A new transport for `peer`; it is on the network from its start() to its stop() or crash()."""
@@ -162,16 +177,45 @@ class Network:
         for pair in self._pairs(a, b, one_way):
             self.way(*pair).cut = True
 
+    def silence(self, a: PeerId, b: PeerId, silent: bool = True, one_way: bool = False) -> None:
+        """A half-open connection: both ends go on sending, as if all were well, and nothing arrives."""
+        for pair in self._pairs(a, b, one_way):
+            self.way(*pair).silent = silent
+
+    def reset(self, a: PeerId, b: PeerId, after_bytes: float = 0.0) -> None:
+        """The connection between them breaks once so many more bytes have gone from `a` to `b`: what is under way is lost
+        both ways, and the sender of the last bytes is told. The next send makes a new one."""
+        self.way(a, b).breaks_after = after_bytes
+
+    def _break(self, a: PeerId, b: PeerId) -> None:
+        self.way(a, b).breaks_after = None
+        for pair in self._pairs(a, b, one_way=False):
+            self.way(*pair).connection += 1
+
+    def corrupt(self, source: PeerId, target: PeerId, chunks: int) -> None:
+        """A byte is flipped in each of the next `chunks` chunks."""
+        self.way(source, target).corrupt += chunks
+
+    def unplug(self, peer: PeerId) -> None:
+        """`peer` lives, but its transport is gone: nothing leaves it or reaches it until plug()."""
+        self._unplugged.add(peer)
+        for pair, way in self._ways.items():
+            if peer in pair:
+                way.connection += 1
+
+    def plug(self, peer: PeerId) -> None:
+        self._unplugged.discard(peer)
+
     def isolate(self, peer: PeerId) -> None:
         for other in self.live:
             if other != peer:
                 self.cut(peer, other)
 
     def heal(self, a: PeerId | None = None, b: PeerId | None = None) -> None:
-        """Undo all cuts, those of `a`, or those between `a` and `b`."""
+        """Undo all cuts and silences, those of `a`, or those between `a` and `b`."""
         for pair, way in self._ways.items():
             if {a, b} - {None} <= set(pair):
-                way.cut = False
+                way.cut = way.silent = False
 
     def crash(self, peer: PeerId) -> None:
         """`peer` is gone at once, as after kill -9: nothing it has sent is unsent, nothing reaches it any more."""
@@ -193,7 +237,11 @@ class Network:
         if peer not in self._paused:
             return False
         self._paused[peer].append(action)
+        self.effects["held", peer, peer] += 1
         return True
+
+    def is_paused(self, peer: PeerId) -> bool:
+        return peer in self._paused
 
     def play(self, script: Sequence[tuple[float, Callable[[Network], Any]]]) -> None:
         """Carry out each action so many seconds from now. `played` lists the times of those that were, so that a test can
@@ -206,8 +254,29 @@ class Network:
         self.played.append(seconds)
         action(self)
 
-    def reachable(self, source: PeerId, target: PeerId) -> bool:
-        return not self.way(source, target).cut
+    def hindrance(self, source: PeerId, target: PeerId) -> str:
+        """Why nothing passes now: cut or unplugged; empty if it does."""
+        return "unplugged" if self._unplugged & {source, target} else "cut" if self.way(source, target).cut else ""
+
+    def passes(self, source: PeerId, target: PeerId, size: int) -> str:
+        """Why a frame of `size` bytes that is sent now gets no further: reset, silenced or lost; empty if it does."""
+        way = self.way(source, target)
+        what = ""
+        if way.breaks_after is not None:
+            way.breaks_after -= size
+            if way.breaks_after < 0:
+                self._break(source, target)
+                what = "reset"
+        elif way.silent:
+            what = "silenced"
+        elif way.settings.loss and self.random.random() < way.settings.loss:
+            what = "lost"
+        self.effects[what or "sent", source, target] += 1
+        return what
+
+    def delay_seconds(self, way: _Way) -> float:
+        jitter = way.settings.jitter_seconds
+        return max(0.0, way.settings.latency_seconds + (self.random.uniform(-jitter, jitter) if jitter else 0.0))
 
 
 # ---------------------------------------------------------------- the transport
@@ -274,30 +343,36 @@ class MemoryTransport:
         except (wire.FrameError, TypeError):
             traffic.dropped += 1
             return
-        if not self._alive or to == self.peer or to not in network.live or not network.reachable(self.peer, to):
+        if not self._alive or to == self.peer or to not in network.live or self._hindered(to):
             traffic.dropped += 1
             return
         traffic.overhead_sent += len(body)
         way = network.way(self.peer, to)
-        if way.settings.loss and network.random.random() < way.settings.loss:
+        if network.passes(self.peer, to, len(body)):
             return
         loop = asyncio.get_running_loop()
         seconds = len(body) / way.settings.bytes_per_second if way.settings.bytes_per_second else 0.0
         way.control_free_at = max(loop.time(), way.control_free_at) + seconds
         way.bulk_free_at += seconds  # small words go first, and bulk waits for them
-        entry = _Entry(self, body)
+        entry = _Entry(self, body, way.connection)
         way.control.append(entry)
         if len(way.control) > network.CONTROL_QUEUE:
             way.control.popleft().dropped = True
             traffic.dropped += 1
-        loop.call_at(way.control_free_at + way.settings.latency_seconds, self._control_due, to, way, entry)
+        loop.call_at(way.control_free_at + network.delay_seconds(way), self._control_due, to, way, entry)
+
+    def _hindered(self, to: PeerId) -> bool:
+        what = self._network.hindrance(self.peer, to)
+        if what:
+            self._network.effects[what, self.peer, to] += 1
+        return bool(what)
 
     def _control_due(self, to: PeerId, way: _Way, entry: _Entry) -> None:
         entry.due = True
         while way.control and way.control[0].due:  # in order, whatever order equal timers fire in
             first = way.control.popleft()
             if not first.dropped:
-                first.source.deliver(to, first.body)
+                first.source.deliver(to, first.body, first.connection)
 
     async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
         network = self._network
@@ -307,14 +382,15 @@ class MemoryTransport:
         way = network.way(self.peer, to)
         give_up = loop.time() + network.stall_seconds
         while True:
-            if not self._alive or to == self.peer or to not in network.live:
+            if not self._alive or to == self.peer or to not in network.live or network.hindrance(self.peer, to) == "unplugged":
                 self._with(to).dropped += 1
                 raise Unreachable(f"{to} is not there")
             rate = way.settings.bytes_per_second
             window_seconds = network.WINDOW_BYTES / rate if rate else 0.0
             wait = way.bulk_free_at - loop.time() - window_seconds
-            if way.cut or self._is_paused():
-                if loop.time() >= give_up and not self._is_paused():
+            if way.cut or network.is_paused(self.peer):
+                if loop.time() >= give_up and not network.is_paused(self.peer):
+                    self._hindered(to)
                     self._with(to).dropped += 1
                     raise Unreachable(f"{to} has taken nothing for {network.stall_seconds:g} s")
                 wait = network.stall_seconds / 10
@@ -325,12 +401,16 @@ class MemoryTransport:
         traffic.payload_sent += len(chunk.data)
         traffic.overhead_sent += len(body) - len(chunk.data)
         way.bulk_free_at = max(loop.time(), way.bulk_free_at) + (len(body) / rate if rate else 0.0)
-        if way.settings.loss and network.random.random() < way.settings.loss:
+        what = network.passes(self.peer, to, len(body))
+        if what == "reset":
+            raise Unreachable(f"the connection to {to} broke")
+        if what:
             return
-        loop.call_at(way.bulk_free_at + way.settings.latency_seconds, self.deliver, to, body)
-
-    def _is_paused(self) -> bool:
-        return self._network.hold(self.peer, lambda: None)
+        if way.corrupt and chunk.data:
+            way.corrupt -= 1
+            network.effects["damaged", self.peer, to] += 1
+            body = body[:-1] + bytes((body[-1] ^ 1,))   # a chunk's data are the last of its bytes
+        loop.call_at(way.bulk_free_at + network.delay_seconds(way), self.deliver, to, body, way.connection)
 
     async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
         self._sequence += 1
@@ -348,13 +428,15 @@ class MemoryTransport:
 
     # ------------------------------------------------------------ receiving
 
-    def deliver(self, to: PeerId, body: bytes) -> None:
-        """Hand a frame of this transport's to `to`, if both the way and the peer are still there."""
+    def deliver(self, to: PeerId, body: bytes, connection: int) -> None:
+        """Hand a frame of this transport's to `to`, if the way, its connection and the peer are still there."""
         network = self._network
         target = network.live.get(to)
-        if target is None or not network.reachable(self.peer, to):
+        if target is None or self._hindered(to):
             self._with(to).dropped += 1
-        elif not network.hold(to, lambda: self.deliver(to, body)):
+        elif connection != network.way(self.peer, to).connection:
+            network.effects["reset", self.peer, to] += 1
+        elif not network.hold(to, lambda: self.deliver(to, body, connection)):
             target._receive(self.peer, body)
 
     def _receive(self, sender: PeerId, body: bytes) -> None:

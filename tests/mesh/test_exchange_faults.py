@@ -46,6 +46,22 @@ def test_lost_messages_and_chunks_are_asked_for_again(topology: str, seed: int) 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_an_exchange_stopped_as_the_last_contribution_arrives(topology: str) -> None:
+    """Its parts may each take one more step before they are cancelled: with all that they count on (a peer once ended so)."""
+
+    async def main() -> None:
+        async with Mesh(plan_for(3, topology), Network(latency_seconds=0.02)) as mesh:
+            mesh.start()
+            mesh.finish(0)
+            await asyncio.sleep(1.0)
+            for index in (1, 2):
+                mesh.exchanges[0].member_finished(mesh.contributions[index])
+            await mesh.exchanges[0].stop("a higher term")
+
+    run_virtual(main())
+
+
 class DiesAfter:
     """Crashes member `victim` of a mesh when it has handed its k-th chunk to the network."""
 

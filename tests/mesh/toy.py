@@ -24,7 +24,6 @@ from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.resume import Rebuilder
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
-from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.planning import LeadersPlanner
@@ -37,12 +36,11 @@ SIZE = 4096
 class ToyEngine:
     """Weights drift by a seeded pattern of the ranges trained; time passes on the loop's clock, not really."""
 
-    def __init__(self, seconds_per_sequence: float, wait: Callable[[float], None]) -> None:
-        self.values = np.zeros(SIZE, np.float32)
+    def __init__(self, seconds_per_sequence: float, wait: Callable[[float], None], size: int = SIZE) -> None:
+        self.values = np.zeros(size, np.float32)
         self.seconds_per_sequence = seconds_per_sequence
         self.wait = wait
-
-    parameters = SIZE
+        self.parameters = size
 
     def weights(self) -> Any:
         return self.values
@@ -68,7 +66,7 @@ class ToyEngine:
                 ranges.append(Range(r.start, min(r.stop, r.start + left)))
                 left -= len(ranges[-1])
         for r in ranges:
-            self.values += np.random.default_rng(r.start).normal(0, 0.01, SIZE).astype(np.float32)
+            self.values += np.random.default_rng(r.start).normal(0, 0.01, self.parameters).astype(np.float32)
         return InnerResult(done * 16, tuple(ranges), len(seconds), 1.0, sum(seconds), 0.0, tuple(seconds), 0, 0.0, 1e-3)
 
     def validate(self, share: int, of: int) -> tuple[float, int]:
@@ -106,7 +104,9 @@ LAYOUT = Layout((Tensor("w", SIZE, 1),))
 
 @dataclass
 class ToyPeer:
-    """One whole peer but for libp2p and torch. `start` begins (again) from its folder; `kill` ends it as kill -9 does."""
+    """One whole peer but for libp2p and torch. `start` begins (again) from its folder; `kill` ends it as kill -9 does.
+
+    What a driver of faults wants to stand between is made by the methods named make_...; `clock` is that of the protocol."""
 
     network: Network
     folder: Path
@@ -119,31 +119,55 @@ class ToyPeer:
     events: list[Any] = field(default_factory=list)
     session: Session | None = None
     task: asyncio.Task[Any] | None = None
+    timing: Timing = TIMING
+    limits: ExchangeLimits = field(default_factory=lambda: ExchangeLimits(deadline_seconds=0.5))
+    clock: Callable[[], float] = time.monotonic
+    layout: Layout = LAYOUT
 
     @property
     def peer(self) -> str:
         return f"id-{self.name}"
 
-    def start(self, everybody: list[str]) -> None:
-        self.store = DiskStore(self.folder / self.name)
-        snapshots = Snapshots(self.folder / self.name, 2)
-        engine = ToyEngine(self.seconds_per_sequence, time.sleep)
+    # ---------------------------------------------------------------- what it is made of
+
+    def make_store(self) -> Any:
+        return DiskStore(self.folder / self.name)
+
+    def make_snapshots(self) -> Any:
+        return Snapshots(self.folder / self.name, 2)
+
+    def make_engine(self) -> ToyEngine:
+        return ToyEngine(self.seconds_per_sequence, time.sleep, self.layout.parameters)
+
+    def make_transport(self) -> Any:
+        return self.network.transport(self.peer)
+
+    def make_planner(self) -> Callable[..., Plan]:
+        return LeadersPlanner(self.run, self.layout).make
+
+    def note(self, kind: str, fields: dict[str, Any]) -> None:
+        self.notes.append((kind, fields))
+
+    def make_session(self) -> tuple[Session, LocalModel]:
+        """A session and a model from what the folder holds."""
+        self.store = self.make_store()
+        snapshots, engine, run, timing = self.make_snapshots(), self.make_engine(), self.run, self.timing
         snapshot = snapshots.newest()
         state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
         log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
-        model = LocalModel(self.peer, self.name, engine, LAYOUT, state, self.run.codec, OuterSection(), None, log.round)
+        model = LocalModel(self.peer, self.name, engine, self.layout, state, run.codec, OuterSection(), None, log.round)
         while (found := self.store.read_update(log.round + 1)) is not None:
             log.append(found[0])
-            apply_update(state, LAYOUT, self.run.codec, OuterSection(), *found)
+            apply_update(state, self.layout, run.codec, OuterSection(), *found)
         model.round = log.round
         self.model = model
         held = self.store.load_held()
-        transport = self.network.transport(self.peer)
+        self.transport = transport = self.make_transport()
         transport.run = self.founding.run
         me = Self(self.peer, self.name, self.trains, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
-        membership = Membership(me, Admission(), transport.send, TIMING.heartbeat_limit_seconds)
+        membership = Membership(me, Admission(), transport.send, timing.heartbeat_limit_seconds)
         settings = Settings(
-            timing=TIMING, trains=self.trains, min_peers=self.run.run.min_peers, final_round=self.run.run.rounds, seed=1
+            timing=timing, trains=self.trains, min_peers=run.run.min_peers, final_round=run.run.rounds, seed=1
         )
         durable = self.store.load_durable() or Durable(NO_TERM, False)
         replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings)
@@ -152,36 +176,39 @@ class ToyPeer:
             store=self.store,
             snapshots=snapshots,
             membership=membership,
-            links=LinkTable(),
+            links=transport.links,
             observe=self.events.append,
-            history=lambda kind, fields: self.notes.append((kind, fields)),
+            history=self.note,
             rebuild=Rebuilder(
-                self.store, snapshots, lambda: np.zeros(SIZE, np.float32), self.founding,
-                (LAYOUT, self.run.codec, OuterSection()),
+                self.store, snapshots, lambda: np.zeros(self.layout.parameters, np.float32), self.founding,
+                (self.layout, run.codec, OuterSection()),
             ),
+            clock=self.clock,
         )
-        planner = LeadersPlanner(self.run, LAYOUT)
-        codec = ExchangeCodec(LAYOUT, self.run.codec)
-        self.session = Session(
+        session = Session(
             around,
             replica,
-            Planning(planner.make, 1, self.run.run.rounds, self.run.save),
-            ExchangeSetup(codec, ExchangeLimits(deadline_seconds=0.5), 2**22),
+            Planning(self.make_planner(), run.run.validate_every_rounds, run.run.rounds, run.save),
+            ExchangeSetup(ExchangeCodec(self.layout, run.codec), self.limits, 2**22),
             Profile(self.peer, self.name, "toy", engine.measure()),
         )
+        return session, model
 
-        async def live(session: Session) -> None:
-            await transport.start(session.receive, session.answer)
-            for other in everybody:
-                membership.greet(other, time.monotonic())
-            try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(session.run())
-                    both.create_task(train(session.bench, model))
-            finally:
-                await transport.stop()
+    def start(self, everybody: list[str]) -> None:
+        self.session, model = self.make_session()
+        self.task = asyncio.create_task(self._live(self.session, model, everybody))
 
-        self.task = asyncio.create_task(live(self.session))
+    async def _live(self, session: Session, model: LocalModel, everybody: list[str]) -> None:
+        transport = session.around.transport
+        await transport.start(session.receive, session.answer)
+        for other in everybody:
+            session.around.membership.greet(other, self.clock())
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(session.run())
+                both.create_task(train(session.bench, model))
+        finally:
+            await transport.stop()
 
     async def kill(self) -> None:
         assert self.task is not None
