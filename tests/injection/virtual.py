@@ -297,7 +297,10 @@ class VirtualPeer(ToyPeer):
 
     @property
     def round(self) -> int:
-        return self.replica.round if self.session is not None else 0
+        """The newest round committed: as it says itself, or, if it is dead, as it wrote down."""
+        if self.up:
+            return int(self.replica.round)
+        return max((note["round"] for note in self.commits()), default=0)
 
     def chunks_of(self, plan: Plan) -> int:
         """How many chunks this peer sends in the exchange of `plan` if nothing goes wrong."""
