@@ -8,6 +8,8 @@ Decisions:
   is behind may vote: it has nothing for the candidate's next round, and promises to take nothing below the new term.
 - Two held records of one rank and unequal seals come from a contribution that was not final or from a faulty machine. The
   winner then takes the one that alone can have been committed, and waits for more votes while two of them can.
+- Answers are waited for as long as answers have taken: where round trips are longer than `election_seconds`, the time that a
+  quorum took to answer (also to a request given up meanwhile) sets the pace, else everybody would stand again for ever.
 - Followers take a higher term from who leads it or asks for a vote in it. A leader or candidate takes notice of any higher
   term it hears of, stands again above it, and so gathers the peers that went ahead of it.
 """
@@ -23,6 +25,10 @@ from geomesh_p2p.core.state import NO_RANK, Rank, State, held_fields
 from geomesh_p2p.core.types import Held, PeerId, Term
 
 Role = Literal["follower", "asking", "candidate", "leader"]
+
+ANSWERS_MARGIN = 1.5             # times what a quorum took to answer
+LONGEST_ANSWERS_SECONDS = 30.0
+REQUESTS_KEPT = 8                # whose late answers still tell how long answers take
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,24 @@ class Election:
         self.stand_at = float("inf")         # when to stand if no leader is heard before
         self.asked = state.term
         self.votes: dict[PeerId, Vote] = {}
+        self.answers_seconds = 0.0           # what a quorum last took to answer a request
+        self._requests: dict[tuple[bool, Term], tuple[float, set[PeerId]]] = {}     # when it was made, who has answered
 
     def start(self) -> None:
         """The first event: a voter that is a quorum by itself stands at once, others listen first."""
         alone = self.s.quorum([self.s.me])
         self.stand_at = self.s.now if alone else self.s.now + self._patience()
 
+    @property
+    def _election_seconds(self) -> float:
+        """How long to wait for answers, and over what time candidates spread."""
+        return max(self.s.timing.election_seconds, ANSWERS_MARGIN * self.answers_seconds)
+
     def _patience(self) -> float:
-        timing = self.s.timing
-        return timing.heartbeat_limit_seconds + self.s.random.uniform(0.0, 0.5) * timing.election_seconds
+        return self.s.timing.heartbeat_limit_seconds + self.s.random.uniform(0.0, 0.5) * self._election_seconds
 
     def _pause(self) -> float:
-        return self.s.random.uniform(0.3, 1.0) * self.s.timing.election_seconds
+        return self.s.random.uniform(0.3, 1.0) * self._election_seconds
 
     def next_deadline(self) -> float:
         return float("inf") if self.role == "leader" or self.s.me not in self.s.view else self.stand_at
@@ -131,7 +143,7 @@ class Election:
     def step_down(self, hold_back: bool) -> None:
         """Lead no more, without a higher term; `hold_back` lets the others stand first."""
         self.role, self.leader = "follower", ""
-        extra = self.s.timing.election_seconds * 2 if hold_back else 0.0
+        extra = self._election_seconds * 2 if hold_back else 0.0
         self.stand_at = self.s.now + self._patience() + extra
 
     def heard_higher(self, term: Term) -> Won | None:
@@ -182,7 +194,10 @@ class Election:
             self.adopt(self.asked, "vote")
             s.note("vote", term=self.asked, to=s.me, round=s.round, held=held_fields(held))
         self.role = "asking" if pre else "candidate"
-        self.stand_at = s.now + s.timing.election_seconds
+        self.stand_at = s.now + self._election_seconds
+        self._requests[(pre, self.asked)] = (s.now, {s.me})
+        if len(self._requests) > REQUESTS_KEPT:
+            del self._requests[next(iter(self._requests))]
         self.votes = {s.me: Vote(pre, self.asked, True, self.asked, "", s.round, s.log.digest, held)}
         request = VoteRequest(pre, self.asked, s.round, s.log.digest, held)
         for peer in s.view:
@@ -223,11 +238,22 @@ class Election:
     def on_vote(self, vote: Vote, sender: PeerId) -> Won | None:
         s = self.s
         s.highest = max(s.highest, vote.term)
+        self._learn_pace(vote, sender)
         wanted: Role = "asking" if vote.pre else "candidate"
         if self.role != wanted or vote.asked != self.asked or not vote.granted or sender not in s.view or vote.round > s.round:
             return None
         self.votes[sender] = vote
         return self._count()
+
+    def _learn_pace(self, vote: Vote, sender: PeerId) -> None:
+        """However it was answered, and however late: once a quorum has, this is how long answers take."""
+        s = self.s
+        made_at, answered = self._requests.get((vote.pre, vote.asked), (s.now, set()))
+        complete = s.quorum(answered)
+        answered.add(sender)
+        if not complete and s.quorum(answered):
+            taken = min(s.now - made_at, LONGEST_ANSWERS_SECONDS)
+            self.answers_seconds = max(taken, (self.answers_seconds + taken) / 2)
 
     def _enough(self) -> bool:
         s = self.s

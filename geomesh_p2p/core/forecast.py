@@ -80,7 +80,7 @@ class LinkTable:
     """Rates (bytes a second) and round trips (seconds) by [source, target], peers in member order.
 
     A pair that was not measured takes the opposite direction's figures, else the median of all that were; `guessed`
-    counts those pairs. The diagonal is infinitely fast.
+    counts those whose rate was not. The diagonal is infinitely fast.
     """
 
     rates: Array
@@ -97,7 +97,7 @@ class LinkTable:
     def of(cls, peers: Sequence[PeerId], links: Sequence[Link]) -> LinkTable:
         place, size = {peer: index for index, peer in enumerate(peers)}, len(peers)
         found = [
-            (place[link.source], place[link.target], link.bytes_per_second, link.rtt_seconds)
+            (place[link.source], place[link.target], link.bytes_per_second or np.nan, link.rtt_seconds)
             for link in links
             if link.source in place and link.target in place and link.source != link.target and _sound(link)
         ]
@@ -108,20 +108,24 @@ class LinkTable:
             # Two reports on one pair: the slower one, whatever their order.
             np.fmin.at(rates, pair, rate_of)
             np.fmax.at(rtts, pair, rtt_of)
-        known = ~np.isnan(rates)
-        guessed = size * (size - 1) - int(known.sum())
-        rate, rtt = DEFAULT_BYTES_PER_SECOND, 0.0
-        if known.any():
-            rate, rtt = float(np.median(rates[known])), float(np.median(rtts[known]))
-        rates, rtts = np.where(known, rates, rates.T), np.where(known, rtts, rtts.T)
-        rates, rtts = np.where(np.isnan(rates), rate, rates), np.where(np.isnan(rtts), rtt, rtts)
+        guessed = size * (size - 1) - int((~np.isnan(rates)).sum())
+        rates, rtts = _completed(rates, DEFAULT_BYTES_PER_SECOND), _completed(rtts, 0.0)
         np.fill_diagonal(rates, np.inf)
         np.fill_diagonal(rtts, 0.0)
         return cls(rates, rtts, guessed)
 
 
 def _sound(link: Link) -> bool:
-    return 0 < link.bytes_per_second < math.inf and 0 <= link.rtt_seconds < math.inf
+    """A rate of 0 is one that nothing has measured yet; its round trip counts all the same."""
+    return 0 <= link.bytes_per_second < math.inf and 0 <= link.rtt_seconds < math.inf
+
+
+def _completed(measured: Array, default: float) -> Array:
+    """Gaps filled with the opposite direction's figure, else the median of what was measured, else `default`."""
+    known = ~np.isnan(measured)
+    usual = float(np.median(measured[known])) if known.any() else default
+    both = np.where(known, measured, measured.T)
+    return np.where(np.isnan(both), usual, both)
 
 
 # ---------------------------------------------------------------- exchange

@@ -88,7 +88,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Link:
-    """The path from `source` to `target`: round-trip time and the rate that a transfer reached."""
+    """The path from `source` to `target`: round-trip time, and the rate that a transfer reached (0: none has yet)."""
 
     source: PeerId
     target: PeerId

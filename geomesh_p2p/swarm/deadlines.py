@@ -14,7 +14,8 @@ MOST_GROWTH = 4.0
 @dataclass(frozen=True)
 class ExchangeLimits:
     """Knobs of an exchange. A stream misses its deadline when no byte of it arrives for
-    max(deadline_seconds, deadline_factor * the plan's exchange_seconds); each miss makes the next wait longer, up to 4 times.
+    max(deadline_seconds, deadline_factor * the plan's exchange_seconds) and the measured round trip; each miss makes the next
+    wait longer, up to 4 times.
 
     `rates` are bytes per second to other members, where known: the slowest is served first.
     """
@@ -29,9 +30,10 @@ class ExchangeLimits:
     """The first misses only make the receiver ask again, the owner and others; from this one on the owner is reported."""
     acknowledge_chunks: int = 8
     rates: Mapping[PeerId, float] = field(default_factory=dict)
+    round_trip_seconds: float = 0.0
 
     def patience_seconds(self, plan: Plan) -> float:
-        return max(self.deadline_seconds, self.deadline_factor * plan.exchange_seconds)
+        return max(self.deadline_seconds, self.deadline_factor * plan.exchange_seconds) + self.round_trip_seconds
 
 
 @dataclass(frozen=True)

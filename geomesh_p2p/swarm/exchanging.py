@@ -52,12 +52,12 @@ class ExchangeDesk:
 
     # ---------------------------------------------------------------- the exchange
 
-    async def start(self, plan: Plan, rates: dict[PeerId, float]) -> None:
+    async def start(self, plan: Plan, rates: dict[PeerId, float], round_trip_seconds: float) -> None:
         """Begin with what has come already: early messages, and whole payloads of an earlier attempt of the round.
-        `rates` are bytes per second to other members, where known."""
+        `rates` are bytes per second to other members, where known; `round_trip_seconds` that to the farthest."""
         known = self._current.payloads() if self._current is not None and self._current.plan.round == plan.round else {}
         await self.stop("another attempt")
-        limits = replace(self._setup.limits, rates=rates)
+        limits = replace(self._setup.limits, rates=rates, round_trip_seconds=round_trip_seconds)
         self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
         self._current.start(known)
         for sender, message in self._inbox.take(plan.digest):

@@ -97,6 +97,14 @@ class LinkTable:
             if path.bytes_per_second is not None
         )
 
+    def round_trips_from(self, me: PeerId) -> tuple[Link, ...]:
+        """The ways whose round trip is known, the rate 0 where nothing has measured it yet; ordered by peer id."""
+        return tuple(
+            Link(me, peer, path.rtt_seconds, path.bytes_per_second or 0.0)
+            for peer, path in sorted(self._paths.items())
+            if path.rtt_seconds is not None
+        )
+
     def forget(self, peer: PeerId) -> None:
         self._paths.pop(peer, None)
 

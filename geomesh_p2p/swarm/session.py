@@ -212,7 +212,7 @@ class Session:
             **self.replica.heartbeat_fields(),
             step_batch=step.batch if step else 0,
             step_seconds=step.seconds if step else 0.0,
-            links=self.around.links.links_from(self.profile.peer),
+            links=self.around.links.round_trips_from(self.profile.peer),
             sent_at=self.around.clock(),
         )
 
@@ -241,7 +241,7 @@ class Session:
             case ev.Rewind():
                 self.bench.drop()
             case ev.StartExchange(plan):
-                await self.desk.start(plan, self._rates())
+                await self.desk.start(plan, self._rates(), max(map(self.around.links.rtt_seconds, plan.peers)))
             case ev.MemberFinished(plan_digest, contribution):
                 self.desk.member_finished(plan_digest, contribution)
             case ev.StopExchange(plan_digest, reason):
