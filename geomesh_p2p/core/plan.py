@@ -26,6 +26,7 @@ from geomesh_p2p.core.windows import Constraints, Limits, Members, knee, options
 HYSTERESIS = 0.10  # batch, topology and shares change only for a gain above this
 OLD_PLAN_IDLE = 0.01  # the steps of the last round stand as long as they leave no more idle time than this
 SPEED_CHANGE = 0.15  # a site whose steps changed more than this is planned without regard to its last batch
+SLOW_WAY = 0.5    # of the median rate: a way slower than this is named
 SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
 LR_SCALES = (0.5, 2.0)
@@ -158,6 +159,18 @@ class _Ground:
                 found = equal_exchange(links, volume, leader, "gather" if named == "auto" else named)
             self._exchanges[members] = found
         return self._exchanges[members]
+
+    def slowest(self, members: Members) -> str:
+        """The way that is much slower than most, if there is one, in words."""
+        links = self.links.only(members)
+        if len(links) < 2:
+            return ""
+        rates = links.rates[~np.eye(len(links), dtype=bool)]
+        source, target = divmod(int(np.argmin(links.rates)), len(links))
+        if rates.min() > SLOW_WAY * float(np.median(rates)):
+            return ""
+        sites = [self.times[i].site for i in members]
+        return f"{sites[source]} to {sites[target]}, {rates.min() * 8 / 1e6:.3g} Mbit/s"
 
     def search(self, among: Members, batches: Mapping[int, int] | None = None) -> Schedule:
         """The best schedule of the sites `among`; those in `batches` keep the batch given there."""
@@ -343,7 +356,7 @@ def _assembled(
         grace_seconds=settings.grace_seconds + GRACE_SHARE * schedule.seconds,
         may_close=settings.mode == "planned",
         bystanders=bystanders,
-        reasons=reasons.whole_round(schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed),
+        reasons=reasons.whole_round(schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed, ground.slowest(schedule.members)),
     )
 
 

@@ -79,9 +79,15 @@ def slow_links(with_seconds: float, without_seconds: float, gain: float) -> str:
 
 
 def whole_round(
-    schedule: Schedule, exchange: Exchange, limits: Limits, settings: PlannerSection, sequence_length: int, guessed_links: int
+    schedule: Schedule,
+    exchange: Exchange,
+    limits: Limits,
+    settings: PlannerSection,
+    sequence_length: int,
+    guessed_links: int,
+    slowest: str,
 ) -> tuple[str, ...]:
-    """Length, tokens, idle time, exchange, and every aim that was missed."""
+    """Length, tokens, idle time, exchange, and every aim that was missed. `slowest`: the way that is far slower than most."""
     tokens, wanted = schedule.sequences * sequence_length, limits.sequences * sequence_length
     training = f"{schedule.seconds:.4g} s of training: {tokens:,} tokens"
     idle = f"predicted straggler idle {schedule.idle:.2%}"
@@ -113,6 +119,8 @@ def whole_round(
         )
     else:
         found.append(f"the exchange takes {share:.1%} of the round")
+    if slowest:
+        found.append(f"slowest way: {slowest}")
     if guessed_links:
         found.append(f"{guessed_links} links are not measured yet: taken as their opposite direction, else as the median link")
     return tuple(found)

@@ -43,6 +43,7 @@ class Node:
         self.doomed = False              # crash after the action being carried out
         self.stays_away = False          # and come back late
         self.fsync_fails = False
+        self.answers_late = (0.0, 0.0)   # until when it serves state, and how many seconds late
         self.left = False
         self.tick_at = float("inf")
         self.forget()
@@ -93,7 +94,7 @@ class Bulk:
         exchange = None if node is None else node.exchanges.get(digest)
         if node is None or exchange is None or exchange.stopped or exchange.done:
             return
-        if node.paused_until > self.now:
+        if self.held_up(node):
             self.at(node.paused_until, "pull", what)
             return
         plan = exchange.plan
@@ -101,6 +102,7 @@ class Bulk:
         stalled, until = self.stalled.get(digest, ((), 0.0))
         if peer in stalled and self.now < until:
             holders = []
+            self.effect("stall")
         for owner, header in exchange.headers.items():
             if owner not in exchange.bytes and any(
                 owner in h.exchanges[digest].bytes and h.exchanges[digest].headers.get(owner) == header for h in holders
@@ -182,12 +184,14 @@ class Bulk:
         node = self.alive(peer, life)
         if node is None:
             return
-        if node.paused_until > self.now:
+        if self.held_up(node):
             self.at(node.paused_until, "fetch_held", what)
             return
         for source in action.sources:
             other = self.nodes.get(source)
             if other is not None and self.answers(other, node):
+                if self.waits_for(other, "fetch_held", what):
+                    return
                 held = other.disk.held
                 seals = [update.seal for update in other.disk.updates[-3:]]
                 if held is not None:
@@ -201,6 +205,16 @@ class Bulk:
         there, back = self.network.delay(target.site, source.site), self.network.delay(source.site, target.site)
         return source.up and source.paused_until <= self.now and there is not None and back is not None and there + back < 2.0
 
+    def waits_for(self, source: Node, kind: str, what: Any) -> bool:
+        """Whether a slow donor makes this request wait; it is asked again when the answer would have come, once."""
+        until, late = source.answers_late
+        if self.now >= until:
+            return False
+        source.answers_late = (0.0, 0.0)
+        self.effect("donor")
+        self.at(self.now + late, kind, what)
+        return True
+
     def do_CatchUp(self, node: Node, action: ev.CatchUp) -> None:
         self.at(self.now + 0.2, "catch_up", (node.peer, node.life, action))
 
@@ -209,7 +223,7 @@ class Bulk:
         node = self.alive(peer, life)
         if node is None or node.replica is None:
             return
-        if node.paused_until > self.now:
+        if self.held_up(node):
             self.at(node.paused_until, "catch_up", what)
             return
         mine = len(node.disk.updates)
@@ -217,6 +231,8 @@ class Bulk:
             other = self.nodes.get(source)
             if other is None or other is node or not self.answers(other, node) or len(other.disk.updates) <= mine:
                 continue
+            if self.waits_for(other, "catch_up", what):
+                return
             news = other.disk.updates[mine:]
             state, skipped = None, 0
             if len(news) > 2 and self.random.random() < 0.3:

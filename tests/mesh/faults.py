@@ -1,4 +1,10 @@
-"""What goes wrong in a simulated schedule, and when. A bias makes a kind of schedule in which one rare fault is likely."""
+"""What goes wrong in a simulated schedule, and when. A bias makes a kind of schedule in which one rare fault is likely.
+
+A fault counts (`fired`) once it has made a difference: a message that did not arrive or came late, an event that waited for
+a paused process, a save that failed, a process that ended. Joins and leaves are no faults. Clocks that jump are none here:
+a replica knows differences of its monotonic clock alone, so there is nothing that could jump. Damaged bytes are a matter of
+the exchange, which finds them by their hash; to a replica they are bytes that come late.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ BROADCASTS = {
 WEIGHTS = {
     "plain": {
         "crash": 4, "armed": 3, "pause": 3, "partition": 3, "loss": 2, "slow": 2, "fsync": 1, "disk": 1, "leave": 1, "join": 1,
+        "half-open": 2, "reset": 2, "helper": 1, "donor": 1,
     },
     "commit-crash": {"armed": 10, "crash": 3, "loss": 1, "slow": 2, "partition": 1},
     "slow-out": {"slow": 8, "armed": 4, "crash": 3, "partition": 1, "pause": 1},
@@ -30,12 +37,33 @@ WEIGHTS = {
     "late-reports": {"armed": 4, "crash": 3, "slow": 1},
     # A leader is heard and hears late, but for held reports; candidates end while they stand.
     "old-leader": {"old-leader": 6, "armed": 2, "crash": 1},
+    # Connections break, are half open, or gone on one side; those who come back are served late.
+    "connections": {"half-open": 6, "reset": 6, "helper": 3, "donor": 4, "crash": 3, "armed": 3, "pause": 1, "join": 1},
 }
+LASTING = ("partition", "loss", "slow", "half-open", "reset", "helper", "donor", "pause")     # they may come to nothing
 BIASES = tuple(WEIGHTS)
 
 
 class Faults:
     """The part of a World that breaks things, and mends them."""
+
+    # -------------------------------------------------------------- what counts
+
+    def effect(self, kind: str) -> None:
+        """A fault of this kind has made a difference; each counts once."""
+        if self.pending[kind]:
+            self.fired[kind] += self.pending.pop(kind)
+
+    def held_up(self, node: Node) -> bool:
+        """Whether `node` is paused, and what comes now has to wait."""
+        if node.paused_until <= self.now:
+            return False
+        self.effect("pause")
+        return True
+
+    @property
+    def faults_fired(self) -> int:
+        return self.fired.total()
 
     # -------------------------------------------------------------- faults
 
@@ -63,6 +91,8 @@ class Faults:
     def on_fault(self, kind: str) -> None:
         r, node = self.random, self.pick()
         self.counts[f"fault {kind}"] += 1
+        if node is not None and kind in LASTING:
+            self.pending[kind] = 1              # two of a kind at once are one
         if kind == "join" and len(self.nodes) < 6:
             name = f"j{len(self.nodes)}{len(self.retired)}"
             self.add(name, f"site-{name}", ("p0",), self.now)
@@ -75,6 +105,7 @@ class Faults:
             for other in list(self.nodes.values()):
                 if other.up:
                     self.crash(other)
+            self.fired["all"] += 1
         elif kind == "armed":
             commit = self.bias == "commit-crash" and r.random() < 0.6
             node.armed = "commit" if commit else r.choice((*BROADCASTS, "any"))
@@ -100,6 +131,23 @@ class Faults:
             node.armed, self.blackout = "commit", True
         elif kind == "old-leader":
             self.old_leader(node)
+        elif kind == "half-open":
+            others = [n.site for n in self.nodes.values() if n is not node and r.random() < 0.6]
+            ways = [(node.site, other) for other in others] if r.random() < 0.5 else [(other, node.site) for other in others]
+            both = r.random() < 0.3
+            self.network.silent |= {*ways, *((b, a) for a, b in ways if both)}
+            self.at(self.now + r.choice((2.0, 5.0, 12.0)), "speak", node.site)
+        elif kind == "reset":
+            others = [other.site for other in self.nodes.values() if other is not node and r.random() < 0.7]
+            for i in range(r.choice((2, 5, 10))):           # again and again: a connection that does not hold
+                self.at(self.now + 0.2 * i, "reset", (node.site, others))
+        elif kind == "helper":
+            self.network.unplugged.add(node.site)
+            self.at(self.now + r.choice((1.0, 4.0, 8.0)), "plug", node.site)
+        elif kind == "donor":
+            for other in self.nodes.values():
+                if r.random() < 0.7:
+                    other.answers_late = self.now + 15.0, r.choice((1.0, 4.0, 16.0))
         elif kind == "fsync":
             node.fsync_fails = True
         elif kind == "disk":
@@ -110,6 +158,7 @@ class Faults:
     def old_leader(self, node: Node) -> None:
         """`node` is heard late, and hears late, for about as long as the others follow it unheard."""
         r = self.random
+        self.pending["slow"] = 1
         for other in self.nodes.values():
             if other is not node:
                 self.network.slow[(node.site, other.site)] = r.uniform(1.5, 6.0)
@@ -123,6 +172,7 @@ class Faults:
 
     def lose_disk(self, node: Node) -> None:
         """The folder is gone: the site comes back with a new identity, or (without the rule) with its old one and no memory."""
+        self.fired["disk"] += 1
         self.crash(node)
         if self.rules.on("identity_unit"):
             self.retired.append(self.nodes.pop(node.peer))
@@ -133,6 +183,16 @@ class Faults:
 
     def on_heal_network(self, _: Any) -> None:
         self.network.groups, self.network.loss = {}, 0.0
+
+    def on_speak(self, site: str) -> None:
+        self.network.silent = {way for way in self.network.silent if site not in way}
+
+    def on_reset(self, what: tuple[str, list[str]]) -> None:
+        for other in what[1]:
+            self.network.reset(what[0], other)
+
+    def on_plug(self, site: str) -> None:
+        self.network.unplugged.discard(site)
 
     def on_fast(self, site: str) -> None:
         for pair in [pair for pair in self.network.slow if pair[0] == site]:
@@ -148,6 +208,7 @@ class Faults:
         unknown = any(len(node.disk.updates) < self.round_at_heal for node in self.nodes.values() if not node.left)
         for node in self.nodes.values():
             node.paused_until, node.armed, node.fsync_fails = min(node.paused_until, self.now), "", False
+            node.answers_late = (0.0, 0.0)
             if node.left and (node.peer in needed or unknown):
                 node.left = False
             self.at(self.now + 0.1, "start", node.peer)
@@ -169,15 +230,18 @@ class Faults:
             self.unlucky_round = plan.round              # its next attempt, by whomever, is likely to go badly too
             lucky = r.choice(plan.peers)
             self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((4.0, 8.0)))
+            self.pending["stall"] = 1
             if r.random() < 0.8:
                 self.dooming.add(plan.digest)
         elif self.bias == "late-reports" and plan.attempt > 1:
             lucky = r.choice([peer for peer in plan.peers if peer != leader.peer] or plan.peers)
             self.stalled[plan.digest] = ({peer for peer in plan.peers if peer != lucky}, self.now + r.choice((2.0, 4.0)))
+            self.pending["stall"] = 1
             if r.random() < 0.7:
                 leader.armed = "commit"
         elif self.bias == "late-reports" and r.random() < 0.4:
             self.stalled[plan.digest] = ({leader.peer}, self.now + r.choice((4.0, 8.0)))
+            self.pending["stall"] = self.pending["late report"] = 1
             self.late_reports[plan.digest] = r.uniform(1.0, 4.0)
             if r.random() < 0.5:
                 leader.armed = "commit"

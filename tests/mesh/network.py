@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -29,25 +30,51 @@ class Disk:
 
 
 class Network:
-    """Who reaches whom, how late, and how often not."""
+    """Who reaches whom, how late, and how often not. `effect` is told whenever one of these things has made a difference."""
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    def __init__(self, random: Random, effect: Callable[[str], None]) -> None:
+        self.random, self.effect = random, effect
         self.loss = 0.0
         self.groups: dict[str, int] = {}            # site -> island; empty: no partition
         self.slow: dict[tuple[str, str], float] = {}
+        self.silent: set[tuple[str, str]] = set()   # half-open: nothing passes this way, and nobody is told
+        self.unplugged: set[str] = set()            # sites whose transport is gone, while they live
+        self.connections: dict[frozenset[str], int] = {}
+
+    def connection(self, source: str, target: str) -> int:
+        """Which connection a message goes over now; what is under way on an earlier one is lost."""
+        return self.connections.get(frozenset((source, target)), 0)
+
+    def reset(self, a: str, b: str) -> None:
+        pair = frozenset((a, b))
+        self.connections[pair] = self.connections.get(pair, 0) + 1
 
     def reaches(self, source: str, target: str) -> bool:
         return self.groups.get(source, 0) == self.groups.get(target, 0)
 
     def delay(self, source: str, target: str) -> float | None:
         """Seconds to the other end; None: this message is lost."""
-        if not self.reaches(source, target) or (self.loss and self.random.random() < self.loss):
+        if why := self._hindered(source, target):
+            self.effect(why)
             return None
-        return 0.01 + 0.04 * self.random.random() + self.slow.get((source, target), 0.0)
+        late = self.slow.get((source, target), 0.0)
+        if late:
+            self.effect("slow")
+        return 0.01 + 0.04 * self.random.random() + late
+
+    def _hindered(self, source: str, target: str) -> str:
+        if not self.reaches(source, target):
+            return "partition"
+        if self.unplugged & {source, target}:
+            return "helper"
+        if (source, target) in self.silent:
+            return "half-open"
+        return "loss" if self.loss and self.random.random() < self.loss else ""
 
     def heal(self) -> None:
         self.loss, self.groups, self.slow = 0.0, {}, {}
+        self.silent.clear()
+        self.unplugged.clear()
 
 
 POSITIONS = 4            # of the stream, for each member and round: one step each
