@@ -32,6 +32,7 @@ from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan
 
 AT_WORK = ("training", "straggler_idle", "exchange", "commit")
 LONGEST_BENCH_ROUNDS = 8
+SILENCE_SHARE = 0.1              # of a round's training for which a silent member is waited for
 Stage = Literal["recover", "collect", "planning", "open", "done"]
 
 
@@ -450,7 +451,8 @@ class Leading:
             if member.peer in self.finished:
                 continue
             if not s.alive(member.peer):
-                gone.append(member.peer)
+                if self._given_up(plan, member.peer):
+                    gone.append(member.peer)
             elif self._is_late(plan, member):
                 late.append(member.peer)
             elif member.peer != s.me:
@@ -469,6 +471,15 @@ class Leading:
                 else:
                     self.gather = True
                     self.lose([], "exchange_failed", bench=False)
+
+    def _given_up(self, plan: Plan, peer: PeerId) -> bool:
+        """Whether a member that is not heard is planned without. In a long round, while others still train anyway, it may be
+        silent for a while: nobody waits for it yet, and what it trains is not lost for a short outage."""
+        s = self.s
+        if all(other in self.finished or not s.alive(other) for other in plan.peers):
+            return True
+        heard = s.peers[peer].at if peer in s.peers else self.opened_at
+        return s.now - max(heard, self.since) > SILENCE_SHARE * plan.train_seconds
 
     def _is_late(self, plan: Plan, member: Assignment) -> bool:
         """Ask a late member to close; true if it did not even then."""

@@ -120,7 +120,7 @@ def test_short_outages_again_and_again(tmp_path: Path, kind: str, topology: str)
 @pytest.mark.case("C056")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("from_round", [0, 10])
-@pytest.mark.parametrize("latency_seconds", [1.0, 5.0])
+@pytest.mark.parametrize("latency_seconds", [1.0, pytest.param(5.0, marks=pytest.mark.long)])
 def test_seconds_of_latency_with_jitter(tmp_path: Path, latency_seconds: float, from_round: int, topology: str) -> None:
     """Rounds take a few trips longer, nobody is taken for lost once the trips are known, and a new leader can be elected."""
 
@@ -158,6 +158,7 @@ def all_links(mesh: VirtualMesh, **changes: float) -> None:
                 mesh.network.set_link(a, b, one_way=True, **changes)
 
 
+@pytest.mark.long
 @pytest.mark.case("C055")
 def test_one_slow_link(tmp_path: Path) -> None:
     """One of four peers at 1 Mbit/s, then at 10: the others' rounds are not held up for long, the slow one is named, and
@@ -197,6 +198,7 @@ def round_seconds(mesh: VirtualMesh, last: int) -> float:
     return median(later - earlier for earlier, later in pairwise(times))
 
 
+@pytest.mark.long
 def test_long_silence_between_exchanges(tmp_path: Path) -> None:
     """Rounds of ten minutes, in which nothing but heartbeats is said, and these are lost now and then."""
 
