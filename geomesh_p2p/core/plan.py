@@ -356,7 +356,10 @@ def _assembled(
         grace_seconds=settings.grace_seconds + GRACE_SHARE * schedule.seconds,
         may_close=settings.mode == "planned",
         bystanders=bystanders,
-        reasons=reasons.whole_round(schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed, ground.slowest(schedule.members)),
+        reasons=reasons.whole_round(
+            schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed,
+            ground.slowest(schedule.members),
+        ),
     )
 
 

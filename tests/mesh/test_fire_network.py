@@ -140,7 +140,7 @@ def test_seconds_of_latency_with_jitter(tmp_path: Path, latency_seconds: float, 
             before, quiet_from = mesh.round, mesh.now
             await asyncio.sleep(60 * latency_seconds)
             later = [(kind, note) for peer in mesh for kind, note in peer.notes if note["at"] > quiet_from]
-            assert not [note for kind, note in later if kind in ("lost", "discard")], "nobody is taken for lost, no attempt is given up"
+            assert not [note for kind, note in later if kind in ("lost", "discard")], "nobody is taken for lost, nothing given up"
             assert mesh.round - before >= 60 * latency_seconds / (6 * latency_seconds + 4.0), "training goes on"
             mesh.strike(mesh.leader, Fault("kill", seconds=10.0))
             await mesh.rounds(3, 60 * latency_seconds)
@@ -183,7 +183,7 @@ def test_one_slow_link(tmp_path: Path) -> None:
             assert round_seconds(mesh, 4) <= 1.5 * usual, "and planned for"
             plan = await mesh.until(lambda: mesh["a"].replica.plan)
             assert plan.exchange_seconds > 5 * planned, "deadlines and predictions follow what was measured"
-            assert any("slowest way" in reason and "d" in reason.split("slowest way")[1] for reason in plan.reasons), plan.reasons
+            assert [reason for reason in plan.reasons if "slowest way" in reason and ("d to" in reason or "to d" in reason)]
             assert not [note for peer in mesh for kind, note in peer.notes if kind == "discard"], "slow is not lost"
             await asyncio.sleep(80.0)
             assert mesh["d"].peer in mesh["a"].commits()[-1]["view"], "and takes part when its link is well again"
