@@ -140,7 +140,7 @@ def test_seconds_of_latency_with_jitter(tmp_path: Path, latency_seconds: float, 
             before, quiet_from = mesh.round, mesh.now
             await asyncio.sleep(60 * latency_seconds)
             later = [(kind, note) for peer in mesh for kind, note in peer.notes if note["at"] > quiet_from]
-            assert not [note for kind, note in later if kind in ("lost", "discard")], "nobody is taken for lost, nothing given up"
+            assert not [note for kind, note in later if kind in ("lost", "discard")], "nobody is lost, nothing given up"
             assert mesh.round - before >= 60 * latency_seconds / (6 * latency_seconds + 4.0), "training goes on"
             mesh.strike(mesh.leader, Fault("kill", seconds=10.0))
             await mesh.rounds(3, 60 * latency_seconds)
