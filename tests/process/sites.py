@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.injection import zygote
 from tests.injection.proxy import Network, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -89,10 +91,12 @@ class Site:
 
     mesh: "Sites"
     name: str
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | zygote.Child | None = None
     starts: int = 0
     extra: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    _read_bytes: int = 0
+    _notes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -111,9 +115,12 @@ class Site:
             *arguments,
             *self.extra,
         ]
-        with (self.mesh.folder / f"{self.name}.log").open("ab") as log:
-            environment = {**self.mesh.environment, **self.environment}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=environment)
+        environment, log_file = {**self.mesh.environment, **self.environment}, self.mesh.folder / f"{self.name}.log"
+        if self.mesh.command == LIGHT:
+            self.process = zygote.start(command[len(LIGHT) :], environment, self.mesh.folder, log_file)
+        else:
+            with log_file.open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=environment)
         if self.mesh.network is not None:
             self.mesh.network.process(self.name, self.process.pid)
 
@@ -131,17 +138,23 @@ class Site:
         self.process = None
 
     def history(self, kind: str | None = None) -> list[dict[str, Any]]:
-        try:
-            lines = (self.folder / "history.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        notes = []
-        for line in lines:
-            try:
-                notes.append(json.loads(line))
-            except ValueError:
-                continue  # a line that is being written
-        return [note for note in notes if kind is None or note["kind"] == kind]
+        """All notes so far; only what is new is read."""
+        with suppress(FileNotFoundError), (self.folder / "history.jsonl").open("rb") as file:
+            file.seek(self._read_bytes)
+            new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]  # the rest is being written
+            self._read_bytes += len(whole)
+            self._notes += [json.loads(line) for line in whole.splitlines()]
+        return [note for note in self._notes if kind is None or note["kind"] == kind]
+
+    @property
+    def peer(self) -> str:
+        """Its peer id, "" before its first start."""
+        return next((note["peer"] for note in self.history("start")), "")
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def commits(self) -> dict[int, dict[str, Any]]:
         return {note["round"]: note for note in self.history("commit")}
@@ -203,6 +216,39 @@ class Sites:
         until(lambda: self.sites[0].address_file.exists(), "the founder's address")
         for site in self.sites[1:]:
             site.start()
+
+    @property
+    def leader(self) -> Site | None:
+        """Whoever led the newest commit that anybody knows of; None before the first."""
+        led = [note for site in self.sites for note in site.history("commit")[-3:] if note["term"] is not None]
+        if not led:
+            return None
+        newest = max(led, key=lambda note: (note["round"], note["term"]))
+        return next((site for site in self.sites if site.peer == newest["term"][1]), None)
+
+    def advance(self, rounds: int, sites: Iterable[Site] | None = None, limit_seconds: float = 90.0) -> float:
+        """Wait until these sites (all) have committed so many rounds more than anybody has now; how long that took."""
+        begun = time.monotonic()
+        chosen = self.sites if sites is None else list(sites)
+        goal = max(site.round for site in self.sites) + rounds
+        names = ", ".join(site.name for site in chosen)
+        until(lambda: all(site.round >= goal for site in chosen), f"{names} to reach round {goal}", limit_seconds)
+        return time.monotonic() - begun
+
+    def together(self, limit_seconds: float = 90.0) -> None:
+        """Wait until every site is a voter again and contributes, to updates newer than any that there is now."""
+        names, since = {site.name for site in self.sites}, max(site.round for site in self.sites)
+
+        def whole() -> bool:
+            last = [note for site in self.sites for note in site.history("commit")[-1:]]
+            return len(last) == len(names) and all(
+                note["round"] > since
+                and {c["site"] for c in note["contributors"]} == names
+                and len(note["view"]) == len(names)
+                for note in last
+            )
+
+        until(whole, "all to contribute to one round", limit_seconds)
 
     def terminate(self) -> None:
         """SIGTERM to all, as an operator stops a run."""
