@@ -176,6 +176,10 @@ class Network:
         """The sum over all pairs that match."""
         return self._ask(lambda: self._count(sender, receiver))
 
+    def holds(self, sender: str, receiver: str) -> bool:
+        """Whether any rule is in force between the two."""
+        return self._rule(sender, receiver) != OPEN or self._rule(receiver, sender) != OPEN
+
     def connections(self, one: str = ANYBODY, other: str = ANYBODY) -> int:
         """How many are open now."""
         return self._ask(lambda: len(self._flows_between(one, other)))

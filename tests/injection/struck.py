@@ -8,6 +8,7 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -92,6 +93,7 @@ class Hooks:
             case "crash":
                 raise RuntimeError("a crash that was asked for")
             case "full_disk":
+                self.speak_through_a_pipe()
                 self.limit_files(0)
                 self.later(fault.seconds, lambda: self.limit_files(resource.RLIM_INFINITY))
             case "clock_jump":
@@ -113,6 +115,13 @@ class Hooks:
                 time.sleep(fault.seconds)
             case _:
                 pass  # of the network: done by whoever wrote the row
+
+    def speak_through_a_pipe(self) -> None:
+        """What this process says on stderr does not depend on its file limit any more."""
+        speaker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=2)
+        assert speaker.stdin is not None
+        os.dup2(speaker.stdin.fileno(), 2)
+        speaker.stdin.close()
 
     def limit_files(self, size: int) -> None:
         """No file can grow beyond `size`: the kernel refuses such a write with EFBIG, as a full disk does with ENOSPC."""

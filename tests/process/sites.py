@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -165,6 +167,32 @@ class Site:
 
     def log(self) -> str:
         return (self.mesh.folder / f"{self.name}.log").read_text()
+
+    def metrics(self) -> str:
+        """The page of its metrics port; "" if that is not there."""
+        ports = re.findall(r"metrics on http://127\.0\.0\.1:(\d+)/", self.log())
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=10) as page:
+                return str(page.read().decode())
+        except (OSError, IndexError):
+            return ""
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of its series with these labels; 0 if there is none."""
+        total = 0.0
+        for line in self.metrics().splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == name and all(f'{key}="{text}"' in series for key, text in labels.items()):
+                total += float(value)
+        return total
+
+
+COMPLAINTS = re.compile(r"\b(ERROR|CRITICAL)\b|error:|Traceback|never retrieved|never awaited|Task was destroyed|exception was")
+
+
+def complaints(mesh: Sites) -> list[str]:
+    """Lines of the peers' logs that speak of a bug."""
+    return [f"{site.name}: {line}" for site in mesh for line in site.log().splitlines() if COMPLAINTS.search(line)]
 
 
 class Sites:
