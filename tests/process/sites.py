@@ -104,12 +104,12 @@ class Site:
     def folder(self) -> Path:
         return self.mesh.folder / "runs" / "tiny" / self.name
 
-    def start(self, first: bool = False) -> None:
-        """Start (again). The address file is this process's own: it is there once the peer listens."""
+    def start(self, first: bool = False, seeds: Sequence[str] = ()) -> None:
+        """Start (again), with these seeds or all that there are. The address file is there once the peer listens."""
         self.starts += 1
         address_file = self.address_file
         others = [site.address_file for site in self.mesh.sites if site is not self]
-        seeds = [file.read_text().strip() for file in others if file.exists()]
+        seeds = seeds or [file.read_text().strip() for file in others if file.exists()]
         arguments = ["--first"] if first else [a for seed in seeds for a in ("--bootstrap", seed)]
         command = [
             *(*self.mesh.command, "peer", str(self.mesh.run_file)),
