@@ -33,6 +33,7 @@ from geomesh_p2p.environment import has_uvloop
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
+from geomesh_p2p.swarm.budgets import Complaints
 from geomesh_p2p.swarm.clocks import answer_clock, watch_clocks
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
@@ -166,6 +167,8 @@ class Peer:
             on_daemon_exit=self._daemon_died,
         )
         self._open_telemetry(transport.peer, closing)
+        transport.budgets.admitted, transport.on_other_version = front.admitted, front.other_version
+        front.complaints = transport.budgets.complaints
         await transport.start(front.receive, front.answer)
         try:
             self._announce_address(transport.addresses())
@@ -179,7 +182,7 @@ class Peer:
         settings_in_words = {"run.id": self.run.run.id, **engine.settings}
         fingerprint = digest("settings", list(settings_in_words.items()))
         me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, settings_in_words)
-        membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds)
+        membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
         front.membership = membership
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:
@@ -432,6 +435,18 @@ class FrontDoor:
     def __init__(self) -> None:
         self.membership: Membership | None = None
         self.session: Session | None = None
+        self.complaints: Complaints | None = None
+
+    def admitted(self, peer: PeerId) -> bool:
+        return self.membership is not None and self.membership.admitted(peer)
+
+    def complain(self, peer: PeerId, reason: str, text: str) -> None:
+        if self.complaints is not None:
+            self.complaints.say(peer, self.admitted(peer), reason, text)
+
+    def other_version(self, peer: PeerId, version: int) -> None:
+        if self.membership is not None:
+            self.membership.on_other_version(peer, version, time.monotonic())
 
     def receive(self, sender: PeerId, message: Message) -> None:
         if self.session is not None:

@@ -23,6 +23,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,23 @@ def mean_of(
     return Mean(layout, settings, payloads, tokens).read(start, stop, out)
 
 
+class Terms:
+    """What each payload alone adds to `Mean`, for whoever compares them."""
+
+    def __init__(self, layout: Layout, settings: CodecSection, payloads: Sequence[Any], tokens: Sequence[int]) -> None:
+        section = whole(layout, settings)
+        self._layout = layout
+        self._decoders = [_Decoder(section, p, w) for p, w in zip(payloads, weights_of(tokens), strict=True)]
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """[payload, parameter] for parameters [start, stop), at most CHUNK of them, `start` a multiple of 8."""
+        terms = np.empty((len(self._decoders), stop - start), np.float32)
+        pieces = list(self._layout.pieces(start, stop))
+        for decoder, out in zip(self._decoders, terms, strict=True):
+            decoder.decode(start, stop, pieces, out)
+        return terms
+
+
 class Part:
     """A reducer's answer for its share [start, stop), read stretch by stretch."""
 
@@ -413,6 +431,26 @@ def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int)
     first, last = layout.magnitude_range(start, stop) if section.magnitudes else (0, 0)
     ranges = [(4 * first, 4 * last), (section.head_bytes + begin, section.head_bytes + end)]
     return [(low, high) for low, high in ranges if low < high]
+
+
+def tensor_magnitudes(layout: Layout, settings: CodecSection, payload: Any, start: int, stop: int) -> list[float]:
+    """The mean magnitude of each tensor that parameters [start, stop) touch (of those rows alone that they touch), in order;
+    none for plain numbers. `payload` need hold no more than the bytes that `slice_payload(start, stop)` names."""
+    return _by_tensor(whole(layout, settings), layout, payload, start, stop)
+
+
+def part_magnitudes(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> list[float]:
+    """As `tensor_magnitudes`, for a reducer's answer for [start, stop)."""
+    return _by_tensor(part_of(layout, settings, start, stop), layout, part, start, stop)
+
+
+def _by_tensor(section: Section, layout: Layout, data: Any, start: int, stop: int) -> list[float]:
+    if not section.magnitudes or start >= stop:
+        return []
+    first, last = layout.magnitude_range(start, stop)
+    head = section.head(section.checked(data))[first - section.first_magnitude : last - section.first_magnitude]
+    edges = [first, *(edge for edge in layout.first_magnitudes if first < edge < last), last]
+    return [float(head[low - first : high - first].mean(dtype=np.float64)) for low, high in pairwise(edges)]
 
 
 def fault_in(layout: Layout, settings: CodecSection, payload: Any) -> str:

@@ -304,6 +304,7 @@ HISTORY_KINDS = {
     "discard": "an attempt was given up: round, term, attempt, plan, reason (from DISCARD_REASONS)",
     "join": "a peer became known and ready: peer_id, peer_site",
     "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds",
+    "blame": "a member sent what is refused by rule: peer_id, peer_site, round, reason",
     "leave": "this peer leaves: reason",
     "stop": "this peer ended: exit_code, reason",
 }

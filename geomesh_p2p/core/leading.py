@@ -11,8 +11,8 @@ Decisions:
 - A voter leaves by a plan without it. If those who stay are no quorum, an update without bits is held and committed by
   all, whose view is those who stay. If these are too few, but newcomers are there, the leavers train with them once more:
   then the newcomers have a vote.
-- A member lost to an exchange, or too late, is left out for a few rounds, doubling; but never if the plan then lacked a
-  quorum or `min_peers`.
+- A member lost to an exchange, too late, or whose contribution was refused by rule, is left out for a few rounds, doubling
+  until it contributes; but never if the plan then lacked a quorum or `min_peers`.
 - A reign ends when a quorum was not heard for a lease, when an update could not be recovered, or after `max_attempts`.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from geomesh_p2p.core.bounds import contribution_fault
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.election import Won
 from geomesh_p2p.core.events import CloseTraining, NeedPlan
@@ -259,8 +260,10 @@ class Leading:
     def on_finished(self, sender: PeerId, message: Finished) -> None:
         if self.plan is None or message.plan != self.plan.digest or self.plan.of(sender) is None:
             return
+        if self.s.rules.on("ranges_within") and contribution_fault(self.plan, sender, message.contribution):
+            self.lose([sender], "member_lost", bench=True)
+            return
         self.finished.add(sender)
-        self.strikes.pop(sender, None)
         if len(self.finished) == len(self.plan.members) and self.finished_at == float("inf"):
             self.finished_at = self.s.now
 
@@ -390,7 +393,10 @@ class Leading:
     # -------------------------------------------------------------- the next round
 
     def committed(self, odd: tuple[PeerId, ...] = ()) -> None:
-        """The log has grown: begin the next round. `odd` peers make sure of their anchors first."""
+        """The log has grown: begin the next round. `odd` peers make sure of their anchors first. Whoever
+        contributed has made good for what it was benched for."""
+        for c in self.s.last_update.contributors if self.s.last_update is not None else ():
+            self.strikes.pop(c.peer, None)
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen, self.reports = False, None, None, {}

@@ -139,6 +139,16 @@ class LeaderChanged:
 
 
 @dataclass(frozen=True)
+class Agreed:
+    """Smoothed shares of each contributor's signs (by site) that agree with the updates committed, and with the other
+    contributors alone: see core/agreement.py."""
+
+    round: int
+    with_update: dict[str, float]
+    with_others: dict[str, float]
+
+
+@dataclass(frozen=True)
 class LinkMeasured:
     remote: str
     rtt_seconds: float

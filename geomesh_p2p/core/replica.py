@@ -21,13 +21,14 @@ from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.anchors import AnchorWatch
 from geomesh_p2p.core.behind import Behind
+from geomesh_p2p.core.bounds import term_fits
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.election import Election, Won
 from geomesh_p2p.core.leading import Leading
 from geomesh_p2p.core.log import BrokenChain, RoundLog
 from geomesh_p2p.core.round import Member
 from geomesh_p2p.core.state import Seen, Settings, State, commit_fields, held_fields
-from geomesh_p2p.core.types import Held, PeerId, Plan, Term, Update
+from geomesh_p2p.core.types import NO_TERM, Held, PeerId, Plan, Term, Update
 
 __all__ = ["Replica", "Settings"]
 
@@ -51,7 +52,7 @@ class Replica:
         self.s = State(me, site, log, durable, held, settings)
         self.s.had = max(newest_ever, log.round)
         self.election = Election(self.s)
-        self.member = Member(self.s, self._report)
+        self.member = Member(self.s, self._report, self._accuse)
         self.behind = Behind(self.s)
         self.anchors = AnchorWatch(self.s)
         self.leading: Leading | None = None
@@ -138,6 +139,10 @@ class Replica:
 
     def _receive(self, sender: PeerId, message: m.Message) -> None:
         s, member, leading = self.s, self.member, self.leading
+        term = message.plan.term if isinstance(message, m.PlanOffer) else getattr(message, "term", NO_TERM)
+        if not term_fits(term, s.highest):
+            s.note("blame", peer_id=sender, peer_site=s.site_of(sender), round=s.round + 1, reason=f"term {term.number}")
+            return
         match message:
             case m.Heartbeat():
                 self._heartbeat(sender, message)
@@ -163,8 +168,9 @@ class Replica:
                 if self.leading is not None:
                     self.leading.on_refused(sender, message)
             case m.Finished():
-                member.on_finished(sender, message)
-                if leading is not None:
+                if member.on_finished(sender, message):
+                    self._accuse(sender)
+                elif leading is not None:
                     leading.on_finished(sender, message)
             case m.Close(plan):
                 member.on_close(plan)
@@ -270,6 +276,11 @@ class Replica:
             self.leading.on_lost(self.s.me, plan, peers)
         elif self.election.leader:
             self.s.send(self.election.leader, m.Lost(plan, peers))
+
+    def _accuse(self, peer: PeerId) -> None:
+        """`peer`'s contribution to the plan being carried out was refused by rule: there will be no exchange with it."""
+        if self.member.plan is not None:
+            self._exchange_lost(self.member.plan.digest, (peer,))
 
     # -------------------------------------------------------------- what others say
 

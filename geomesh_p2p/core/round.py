@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from geomesh_p2p.core.anchors import well_formed
+from geomesh_p2p.core.bounds import contribution_fault, plan_fault
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import (
     CloseTraining,
@@ -53,9 +54,12 @@ class Work:
 class Member:
     """This peer's part in the newest plan that it accepted in this life."""
 
-    def __init__(self, state: State, report: Callable[[HeldReport], None]) -> None:
+    def __init__(
+        self, state: State, report: Callable[[HeldReport], None], accuse: Callable[[PeerId], None] = lambda peer: None
+    ) -> None:
         self.s = state
         self.report = report
+        self.accuse = accuse
         self.plan: Plan | None = None
         self.exchanging = False
         self.finished: dict[PeerId, Contribution] = {}
@@ -63,6 +67,7 @@ class Member:
         self.assembled: Update | None = None
         self.work: Work | None = None
         self.next_offer: tuple[PeerId, Plan] | None = None
+        self.blamed: set[PeerId] = set()         # members of the plan whose contributions were refused by rule
         self.early: dict[tuple[Digest, PeerId], Finished] = {}
         self.wanted: Held | None = None          # a held record being fetched, with the rank it will have here
         self.wanted_as: Rank = NO_RANK           # the rank under which it is then reported
@@ -107,6 +112,10 @@ class Member:
                 return RESTARTED
         if s.rules.on("plan_has_quorum") and not s.quorum(plan.peers):
             return "its members are no quorum of the view"
+        if fault := plan_fault(plan):
+            leader = plan.term.candidate
+            s.note("blame", peer_id=leader, peer_site=s.site_of(leader), round=plan.round, reason=f"a plan with {fault}")
+            return f"it has {fault}"
         if plan.of(s.me) is None:
             return "known"
         if s.leaving and s.me not in s.view:
@@ -153,8 +162,10 @@ class Member:
             self.work = Work(plan.round, plan.base, mine.ranges)
         s.out.append(StartExchange(plan))
         s.out.append(Train(plan, reuse))
+        self.blamed = set()
         for key in [key for key in self.early if key[0] == plan.digest]:
-            self.on_finished(key[1], self.early.pop(key))
+            if self.on_finished(key[1], self.early.pop(key)):
+                self.accuse(key[1])
 
     def _reusable(self, plan: Plan, given: tuple[Range, ...]) -> bool:
         work = self.work
@@ -201,21 +212,25 @@ class Member:
         assert self.plan is not None
         return [peer for peer in sorted({*self.plan.peers, self.plan.term.candidate}) if peer not in (self.s.me, "")]
 
-    def on_finished(self, sender: PeerId, message: Finished) -> None:
+    def on_finished(self, sender: PeerId, message: Finished) -> str:
+        """Why the contribution is refused by rule (said once), empty if it is not."""
         c = message.contribution
         if self.plan is None or self.plan.digest != message.plan:
             if len(self.early) < STASH:
                 self.early[(message.plan, sender)] = message
-            return
-        given = self.plan.of(sender)
-        if given is None or c.peer != sender or (c.round, c.base) != (self.plan.round, self.plan.base):
-            return
-        if sender in self.finished or not self.exchanging:
-            return
-        if not well_formed(c) or (self.s.rules.on("ranges_within") and not covers(given.ranges, c.ranges)):
-            return
+            return ""
+        if self.plan.of(sender) is None or sender in self.finished or sender in self.blamed or not self.exchanging:
+            return ""
+        if not well_formed(c):
+            return ""
+        fault = contribution_fault(self.plan, sender, c) if self.s.rules.on("ranges_within") else ""
+        if fault:
+            self.blamed.add(sender)
+            self.s.note("blame", peer_id=sender, peer_site=self.s.site_of(sender), round=self.plan.round, reason=fault)
+            return fault
         self.finished[sender] = c
         self.s.out.append(MemberFinished(message.plan, c))
+        return ""
 
     def on_close(self, plan: Digest) -> None:
         if self.current(plan) and self.own_finished is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from geomesh_p2p.core.agreement import Agreement
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.ports import Vector
 from geomesh_p2p.core.types import Contribution, PeerId, Plan
@@ -16,7 +17,8 @@ from geomesh_p2p.swarm.deadlines import Missed
 class Assembly:
     """What an exchange came to: the body of the update, buffer by buffer, and whose contributions are in it (site order).
 
-    With residuals, in a reduce: `mean` is this peer's share of the mean before it was encoded to `part`."""
+    With residuals, in a reduce: `mean` is this peer's share of the mean before it was encoded to `part`.
+    `agreement`: of the contributors, as far as this peer saw their bytes (in a reduce: over its share)."""
 
     plan: Plan
     contributors: tuple[Contribution, ...]
@@ -25,6 +27,7 @@ class Assembly:
     body_bytes: int
     mean: Vector | None = None
     part: Bytes | None = None
+    agreement: tuple[tuple[PeerId, Agreement], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class ExchangeListener(Protocol):
 
     def refused(self, peer: PeerId, reason: str) -> None:
         """`peer` sent something that is refused by rule."""
+        ...
+
+    def rejected(self, peer: PeerId, reason: str) -> None:
+        """What `peer` meant to send is refused by rule: nothing will be assembled with it. `refused` was told as well."""
         ...
 
     def failed(self, error: BaseException) -> None:

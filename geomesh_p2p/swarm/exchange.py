@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from geomesh_p2p.core.agreement import Agreement
 from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkMissing, ChunkWanted, PartHeader
 from geomesh_p2p.core.ports import Transport, Vector
@@ -79,6 +80,8 @@ class Exchange:
         self._own_payload: Bytes | None = None
         self._part_residual: Vector | None = None
         self._unequal: set[PeerId] = set()
+        self._rejected: set[PeerId] = set()
+        self._agreement: tuple[tuple[PeerId, Agreement], ...] = ()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -149,7 +152,7 @@ class Exchange:
             self._refuse(peer, "contribution to another round")
             return
         if not contribution.abstains and contribution.payload_bytes != self._codec.payload_bytes:
-            self._refuse(peer, "contribution of the wrong size")
+            self._reject(peer, "contribution of the wrong size")
             return
         if peer in self._finished:
             if self._finished[peer] != contribution:
@@ -230,7 +233,9 @@ class Exchange:
         """Something of `owner`'s has changed: take what is whole now."""
         for key in self._reception.open_keys(owner):
             fault = self._reception.settle(key, self._expected_payload(key))
-            if fault:
+            if fault and self._reception.is_rejected(key):
+                self._reject(owner, fault)
+            elif fault:
                 self._refuse(owner, fault)  # the stream stays due: it is asked for again, or its owner reported in the end
             elif fault == "":
                 self._now_whole(key)
@@ -315,6 +320,11 @@ class Exchange:
         self.refusals[reason] += 1
         self._listener.refused(peer, reason)
 
+    def _reject(self, peer: PeerId, reason: str) -> None:
+        self._refuse(peer, reason)
+        self._rejected.add(peer)
+        self._listener.rejected(peer, reason)
+
     # ------------------------------------------------------------ deadlines
 
     @property
@@ -357,15 +367,37 @@ class Exchange:
         contributors = self.contributors
         assert contributors is not None
         mean = await self._reduce_share(contributors) if isinstance(self._streams, Reduce) and contributors else None
+        if isinstance(self._streams, Gather) and contributors:
+            keys = self._streams.body(contributors)
+            await self._until(lambda: all(key in self._stored for key in keys))
+            await self._compare(contributors, [self._stored[key].buffer for key in keys], None)
         state, body = hashlib.blake2b(digest_size=DIGEST_BYTES), []
         for key in self._streams.body(contributors):
             await self._until(partial(self._stored.__contains__, key))
             body.append(self._stored[key].buffer)
+            await self._check_part(key, body[-1])
             await self._offload(partial(state.update, body[-1].data))
-        await self._until(lambda: not self._unequal)
+        await self._until(lambda: not self._unequal and not self._rejected)
         size = sum(buffer.size for buffer in body)
         part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None
-        self._listener.assembled(Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part))
+        found = Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part, self._agreement)
+        self._listener.assembled(found)
+
+    async def _compare(self, contributors: tuple[Contribution, ...], payloads: list[Bytes], share: Range | None) -> None:
+        """Reject contributions that are absurd beside the others, and score how far each agrees with them."""
+        odd = await self._offload(partial(self._codec.odd_ones, payloads, share))
+        for index, fault in odd.items():
+            self._reject(contributors[index].peer, fault)
+        tokens = [c.tokens for c in contributors]
+        scores = await self._offload(partial(self._codec.agreement, payloads, tokens, share, self._digest))
+        self._agreement = tuple((c.peer, score) for c, score in zip(contributors, scores, strict=True))
+
+    async def _check_part(self, key: StreamKey, part: Bytes) -> None:
+        if key.kind != PART or key.owner == self._me or self._own_payload is None:
+            return
+        fault = await self._offload(partial(self._codec.odd_part, part, self.plan.shares[key.share], self._own_payload))
+        if fault:
+            self._reject(key.owner, fault)
 
     async def _reduce_share(self, contributors: tuple[Contribution, ...]) -> Vector | None:
         """Average the own share, answer with the part. Returns the mean if a residual has to be made of it."""
@@ -388,6 +420,8 @@ class Exchange:
         await share.run(arriving, self._changed, self._offload)
         others = [streams.contribution_of(c.peer) for c in contributors if c.peer != self._me]
         await self._until(lambda: all(self._reception.is_done(key) for key in others))  # none was refused by rule
+        await self._compare(contributors, payloads, streams.share)
+        await self._until(lambda: not self._rejected)
         part, digest = await self._offload(share.encode(self._part_residual))
         self._answer(streams, contributors, part, digest)
         for key in others:

@@ -10,6 +10,8 @@ import numpy as np
 
 from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core import codec
+from geomesh_p2p.core.agreement import Agreement, agreements
+from geomesh_p2p.core.bounds import magnitude_fault, part_fault
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import Vector
 from geomesh_p2p.core.types import Range
@@ -54,6 +56,27 @@ class ExchangeCodec:
     def fault_in_payload(self, payload: Bytes) -> str:
         """Why a contribution is refused by rule, or nothing. Bytes outside a slice are zero and pass."""
         return codec.fault_in(self.layout, self.settings, payload)
+
+    def odd_ones(self, payloads: Sequence[Bytes], share: Range | None) -> dict[int, str]:
+        """Contributions (by index) that are too large beside the others to be meant, and why. `share`: as far as it goes."""
+        start, stop = (share.start, share.stop) if share is not None else (0, self.layout.parameters)
+        magnitudes = [codec.tensor_magnitudes(self.layout, self.settings, payload, start, stop) for payload in payloads]
+        faults = {index: magnitude_fault(own, magnitudes) for index, own in enumerate(magnitudes)}
+        return {index: fault for index, fault in faults.items() if fault}
+
+    def odd_part(self, part: Bytes, share: Range, own: Bytes) -> str:
+        """Why a reducer's answer is too large beside this peer's own contribution to be a mean, or nothing."""
+        span = (share.start, share.stop)
+        said = codec.part_magnitudes(self.layout, self.settings, part, *span)
+        return part_fault(said, codec.tensor_magnitudes(self.layout, self.settings, own, *span))
+
+    def agreement(
+        self, payloads: Sequence[Bytes], tokens: Sequence[int], share: Range | None, seed: bytes
+    ) -> list[Agreement]:
+        """For each payload, how far its signs agree with the others', over a sample of the share."""
+        start, stop = (share.start, share.stop) if share is not None else (0, self.layout.parameters)
+        terms = codec.Terms(self.layout, self.settings, payloads, tokens)
+        return agreements(terms.read, len(payloads), start, stop, seed)
 
     def fault_in_part(self, part: Bytes, share: Range) -> str:
         return codec.fault_in_part(self.layout, self.settings, part, share.start, share.stop)

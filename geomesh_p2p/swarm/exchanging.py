@@ -58,7 +58,11 @@ class ExchangeDesk:
         known = self._current.payloads() if self._current is not None and self._current.plan.round == plan.round else {}
         await self.stop("another attempt")
         limits = replace(self._setup.limits, rates=rates, round_trip_seconds=round_trip_seconds)
-        self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
+        try:
+            self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
+        except ValueError as error:  # shares that are none of this model's: the plan's maker is at fault, not this peer
+            self._listeners.refused(plan.term.candidate, f"a plan whose shares do not fit: {error}")
+            return
         self._current.start(known)
         for sender, message in self._inbox.take(plan.digest):
             self._current.receive(sender, message)
@@ -144,6 +148,9 @@ class _Ears:
 
     def refused(self, peer: PeerId, reason: str) -> None:
         self._listeners.refused(peer, reason)
+
+    def rejected(self, peer: PeerId, reason: str) -> None:
+        self._listeners.lost(self._plan, (peer,), f"sent {reason}")
 
     def failed(self, error: BaseException) -> None:
         self._listeners.failed(error)

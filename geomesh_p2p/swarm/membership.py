@@ -9,13 +9,26 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from geomesh_p2p import PROTOCOL_VERSION
+from geomesh_p2p.core.bounds import figures_fault, plausible
 from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.messages import Heartbeat, Hello, Refused
 from geomesh_p2p.core.types import Founding, PeerId
+
+MOST_MEMBERS = 512
+"""Known at one time; one that was not heard for long gives way to a newcomer."""
+REMEMBERED = 512
+"""Strangers, of each kind: greeted, refused, refusing."""
+FORGET_SECONDS = 600.0
+SITE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -68,17 +81,29 @@ class Membership:
     """The peers of one run as this peer knows them. Decides; sends through `send`."""
 
     def __init__(
-        self, me: Self, admission: Admission, send: Callable[[PeerId, Hello | Refused], None], limit_seconds: float
+        self,
+        me: Self,
+        admission: Admission,
+        send: Callable[[PeerId, Hello | Refused], None],
+        limit_seconds: float,
+        on_complaint: Callable[[PeerId, str, str], None] = lambda peer, reason, text: None,
     ) -> None:
+        """`on_complaint(peer, reason, text)` is told of every refusal; whoever listens says it once."""
         self.me = me
         self.admission = admission
         self.limit_seconds = limit_seconds
         self.known: dict[PeerId, Acquaintance] = {}
-        self.refused: dict[PeerId, str] = {}
-        self.refused_by: dict[PeerId, Refused] = {}
+        self.refused: OrderedDict[PeerId, str] = OrderedDict()
+        self.refused_by: OrderedDict[PeerId, Refused] = OrderedDict()
         self.heard_founding: Founding | None = None
         self._send = send
-        self._greeted: dict[PeerId, float] = {}
+        self._complain = on_complaint
+        self._greeted: OrderedDict[PeerId, float] = OrderedDict()
+        self._told_version: OrderedDict[PeerId, float] = OrderedDict()
+
+    def admitted(self, peer: PeerId) -> bool:
+        """Whether `peer` takes part as far as this peer knows: only then it is listened to and given state."""
+        return peer in self.known
 
     def hello(self, to: PeerId) -> Hello:
         founding = self.me.founding
@@ -99,22 +124,22 @@ class Membership:
         """Say Hello to a peer that is not known yet, at most every `again_seconds`."""
         if peer == self.me.peer or now - self._greeted.get(peer, -1e9) < again_seconds:
             return
-        self._greeted[peer] = now
+        remember(self._greeted, peer, now)
         self._send(peer, self.hello(peer))
 
     def on_hello(self, sender: PeerId, hello: Hello, now: float) -> bool:
         """Whether `sender` is (now) accepted. A new acquaintance is greeted back at once."""
         reason, final = self._refusal(sender, hello, now)
         if reason:
-            if self.refused.get(sender) != reason:
-                self.refused[sender] = reason
+            remember(self.refused, sender, reason)
+            self._complain(sender, "refused_peer", f"{sender} (site {hello.site[:32]!r}) is refused: {reason}")
             self._send(sender, Refused(reason, final))
             return False
         self.refused.pop(sender, None)
         if self.me.founding is None and hello.founded:
             self._learn_founding(hello)
         if sender not in self.known:
-            self._greeted[sender] = now
+            remember(self._greeted, sender, now)
             self._send(sender, self.hello(sender))
             self.known[sender] = Acquaintance(sender, hello.site, hello.trains, now)
         else:
@@ -127,8 +152,18 @@ class Membership:
         """Whether this is news. Counts only from a peer that was greeted."""
         if sender not in self._greeted or self.refused_by.get(sender) == message:
             return False
-        self.refused_by[sender] = message
+        remember(self.refused_by, sender, message)
         return True
+
+    def on_other_version(self, sender: PeerId, version: int, now: float) -> None:
+        """`sender` speaks another protocol version: nothing it says can be read, nor anything said to it. It is told so once
+        in a while, in this peer's own version: it recognises that as another one."""
+        reason = f"it speaks protocol version {version}, this peer {PROTOCOL_VERSION}: run the same release on all peers"
+        if sender in self._greeted:
+            remember(self.refused_by, sender, Refused(reason, True))
+        if now - self._told_version.get(sender, -1e9) >= FORGET_SECONDS:
+            remember(self._told_version, sender, now)
+            self._send(sender, Refused(reason, True))
 
     def _learn_founding(self, hello: Hello) -> None:
         try:
@@ -144,8 +179,28 @@ class Membership:
         if acquaintance is None:
             self.greet(sender, now)
             return False
-        acquaintance.heard_at, acquaintance.heartbeat = now, beat
+        acquaintance.heard_at = now
+        if beat.site != acquaintance.site:
+            self._complain(sender, "refused_figures", f"{acquaintance.site} calls itself {beat.site!r} now: not listened to")
+            return False
+        acquaintance.heartbeat = self.plausible(sender, beat)
         return True
+
+    def plausible(self, sender: PeerId, beat: Heartbeat) -> Heartbeat:
+        """`beat` without the figures that cannot be; who sent them is named, and not planned for without a profile."""
+        fault = figures_fault(sender, beat)
+        if not fault:
+            return beat
+        self._complain(sender, "refused_figures", f"{beat.site} says {fault}: figures like that are left out of account")
+        return plausible(sender, beat)
+
+    def _make_room(self, now: float) -> bool:
+        """Whether one more peer can be known; those not heard for long are forgotten."""
+        if len(self.known) < MOST_MEMBERS:
+            return True
+        for peer in [peer for peer, known in self.known.items() if now - known.heard_at > FORGET_SECONDS]:
+            del self.known[peer]
+        return len(self.known) < MOST_MEMBERS
 
     def heard(self, sender: PeerId, now: float) -> bool:
         acquaintance = self.known.get(sender)
@@ -177,6 +232,10 @@ class Membership:
             return f"settings differ: {self.differences(hello.settings)}: use the run file of the run's other peers", True
         if (reason := self.admission.refusal(self.me.peer, sender, hello.proof)) != "":
             return reason, True
+        if not SITE_NAME.fullmatch(hello.site):
+            return f"site.name {hello.site[:40]!r} is none: small letters, digits and hyphens, at most 32", True
+        if sender not in self.known and not self._make_room(now):
+            return f"{MOST_MEMBERS} peers are known already", False
         if hello.site == self.me.site:
             return f"site.name {hello.site!r} is taken by {self.me.peer}: give this site another", True
         for other in self.live(now):
@@ -196,3 +255,11 @@ class Membership:
         names = [name for name in sorted({*theirs, *ours}) if str(theirs.get(name)) != ours.get(name)]
         parts = [f"{n} is {str(theirs.get(n, 'absent'))[:80]}, not {ours.get(n, 'absent')[:80]}" for n in names]
         return "; ".join(parts[:8]) or "fingerprints differ though all named fields are equal"
+
+
+def remember(of: OrderedDict[PeerId, T], peer: PeerId, value: T) -> None:
+    """The newest REMEMBERED entries stay."""
+    of[peer] = value
+    of.move_to_end(peer)
+    while len(of) > REMEMBERED:
+        of.popitem(last=False)

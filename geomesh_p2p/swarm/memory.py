@@ -24,6 +24,7 @@ from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.budgets import Budgets, OverBudget
 from geomesh_p2p.swarm.links import LinkTable
 
 Result = TypeVar("Result")
@@ -282,6 +283,13 @@ class Network:
 # ---------------------------------------------------------------- the transport
 
 
+def _loop_time() -> float:
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # made before its loop runs
+        return 0.0
+
+
 class MemoryTransport:
     """ports.Transport over a Network."""
 
@@ -289,6 +297,7 @@ class MemoryTransport:
         self.peer = peer
         self.run = b""
         self.links = LinkTable()
+        self.budgets = Budgets(clock=_loop_time)
         self._network = network
         self._traffic: dict[PeerId, PeerTraffic] = {}
         self._pending: dict[int, asyncio.Future[Fetched]] = {}
@@ -439,18 +448,44 @@ class MemoryTransport:
         elif not network.hold(to, lambda: self.deliver(to, body, connection)):
             target._receive(self.peer, body)
 
+    def _read(self, sender: PeerId, body: memoryview) -> wire.Frame | None:
+        """The frame in `body`, if it is one and its sender may send it."""
+        kind = wire.kind_of(body)
+        if kind is Fetched:
+            return wire.decode(body)
+        if not self.budgets.begin_frame(sender, kind, len(body)):
+            return None
+        try:
+            return wire.decode(body)
+        finally:
+            self.budgets.end_frame(sender, len(body))
+
     def _receive(self, sender: PeerId, body: bytes) -> None:
-        frame = wire.decode(memoryview(body)[wire.LENGTH_BYTES :])
-        message, traffic = frame.message, self._with(sender)
+        try:
+            frame = self._read(sender, memoryview(body)[wire.LENGTH_BYTES :])
+        except wire.FrameError as error:
+            if not isinstance(error, OverBudget):
+                self.budgets.complaints.say(sender, self.budgets.admitted(sender), "bad_frame", f"{sender}: {error}")
+            frame = None
+        traffic = self._with(sender)
+        if frame is None:
+            traffic.dropped += 1
+            return
+        message = frame.message
         payload = len(message.data) if isinstance(message, Chunk) else 0
         traffic.payload_received += payload
         traffic.overhead_received += len(body) - payload
         if not wire.concerns(self.run, frame):
             return
         if isinstance(message, Fetch):
+            try:
+                self.budgets.begin_request(sender)
+            except OverBudget:
+                return
             task = asyncio.get_running_loop().create_task(self._answer(sender, message, frame.sequence))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _task: self.budgets.end_request(sender))
         elif isinstance(message, Fetched):
             future = self._pending.get(frame.sequence or 0)
             if future is not None and not future.done():

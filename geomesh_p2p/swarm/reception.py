@@ -58,6 +58,10 @@ class Reception:
         """Whether the stream has been received whole (it may have been used and dropped since)."""
         return key in self._done
 
+    def is_rejected(self, key: StreamKey) -> bool:
+        """Whether what its owner meant was refused by rule: no better bytes will come."""
+        return key in self._rejected
+
     @property
     def buffered_bytes(self) -> int:
         """Of streams that are not whole yet."""

@@ -135,7 +135,9 @@ class RoundBook:
         """Bytes by remote site since the last round."""
         names = ("payload_sent", "payload_received", "overhead_sent", "overhead_received")
         result: dict[str, dict[str, int]] = {name: {} for name in names}
-        for peer, totals in self._transport.traffic().items():
+        traffic = {peer: totals for peer, totals in self._transport.traffic().items() if self._membership.admitted(peer)}
+        self._traffic = {peer: before for peer, before in self._traffic.items() if peer in traffic}
+        for peer, totals in traffic.items():
             before = self._traffic.get(peer, PeerTraffic())
             site = self._membership.site_of(peer)
             for name in names:

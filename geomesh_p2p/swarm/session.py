@@ -19,6 +19,7 @@ from geomesh_p2p.config import SaveSection
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core import observations as obs
+from geomesh_p2p.core.agreement import Agreement, AgreementBook
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState, next_voters
 from geomesh_p2p.core.ports import (
@@ -98,6 +99,8 @@ class Session:
         self._donor, self._fetcher = Donor(around.store, around.snapshots), Fetcher(around.transport)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._agreement: tuple[Digest, tuple[tuple[PeerId, Agreement], ...]] = (b"", ())
+        self._agreement_book = AgreementBook()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
         self._ends = False
@@ -132,8 +135,11 @@ class Session:
         """Ask to be left out of the next view; `run` ends when that is done or its deadline passes."""
         self._put(ev.LeaveWanted(reason))
 
-    def answer(self, _sender: PeerId, fetch: msg.Fetch) -> Any:
-        return self._donor.answer(fetch)
+    async def answer(self, sender: PeerId, fetch: msg.Fetch) -> msg.Fetched:
+        """State is for members only: a stranger learns nothing."""
+        if not self.around.membership.admitted(sender):
+            return msg.Fetched(False, b"", 0, 0, b"", 0)
+        return await self._donor.answer(fetch)
 
     def receive(self, sender: PeerId, message: msg.Message) -> None:
         """Every message of the transport; called in the event loop."""
@@ -146,9 +152,9 @@ class Session:
                 if members.on_refused(sender, message):
                     self.around.observe(obs.Warned("refused", f"{members.site_of(sender)} refuses this peer: {message.reason}"))
             case msg.Heartbeat():
-                if members.on_heartbeat(sender, message, now):
+                if members.on_heartbeat(sender, message, now) and (beat := members.known[sender].heartbeat) is not None:
                     self.around.transport.send(sender, msg.HeartbeatEcho(message.sent_at))
-                    self._put(ev.Received(sender, message))
+                    self._put(ev.Received(sender, beat))
             case msg.HeartbeatEcho():
                 if members.heard(sender, now):
                     self.around.links.round_trip(sender, now - message.sent_at)
@@ -259,6 +265,9 @@ class Session:
         match kind:
             case "discard":
                 self.around.observe(obs.RoundDiscarded(fields["round"], fields["attempt"], fields["reason"]))
+            case "blame":
+                text = f"{fields['peer_site']} sent {fields['reason']}: refused by rule, it is left out for a while"
+                self.around.observe(obs.Warned("refused_by_rule", text))
             case "join":
                 self.around.observe(obs.PeerJoined(fields["peer_id"], fields["peer_site"]))
             case "mismatch":
@@ -288,6 +297,7 @@ class Session:
                 own = job.local.payload
             self.bench.drop()
         self.desk.committed(update)
+        self._score(update)
         self.book.committed(update, self.replica.term, self.around.membership.site_of(self.replica.leader))
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
@@ -384,7 +394,29 @@ class Session:
             body_bytes=assembly.body_bytes,
         )
         self.desk.keep_assembly(assembly)
+        self._agreement = assembly.body_digest, assembly.agreement
         self._put(ev.Assembled(plan.digest, update))
+
+    def _score(self, update: Update) -> None:
+        """Who agreed with the update that was committed, as far as this peer saw the contributions."""
+        body, scores = self._agreement
+        if body != update.body or not scores:
+            return
+        site_of, book = self.around.membership.site_of, self._agreement_book
+        flagged = book.add({site_of(peer): score for peer, score in scores})
+        book.keep({site_of(peer) for peer in (*update.voters, *(c.peer for c in update.contributors))})
+        shares = {site: (s.with_update, s.with_others) for site, s in sorted(book.scores.items())}
+        self.around.observe(
+            obs.Agreed(update.round, {k: v[0] for k, v in shares.items()}, {k: v[1] for k, v in shares.items()})
+        )
+        for site, score in flagged.items():
+            self.around.observe(
+                obs.Warned(
+                    "disagrees",
+                    f"{site} sends signs that agree with the others' in {score.with_others:.1%} of all places (chance is 50%) "
+                    "while theirs agree more: its data or device may be at fault, or it lies",
+                )
+            )
 
     def _lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:
         sites = ", ".join(self.around.membership.site_of(peer) for peer in peers)
@@ -393,6 +425,11 @@ class Session:
 
     def _refused(self, peer: PeerId, reason: str) -> None:
         self.around.observe(obs.Warned("refused_bytes", f"{self.around.membership.site_of(peer)} sent {reason}"))
+        self._blame(peer, reason)
+
+    def _blame(self, peer: PeerId, reason: str) -> None:
+        site, round = self.around.membership.site_of(peer), self.replica.round + 1
+        self.around.history("blame", {"peer_id": peer, "peer_site": site, "round": round, "reason": reason})
 
     # ---------------------------------------------------------------- what the algorithm says
 

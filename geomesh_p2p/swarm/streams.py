@@ -33,6 +33,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._early_buffer = bytearray(4096)
         self._on_early_loss: Callable[[], Any] | None = None
 
+    def budget(self, begin: Callable[[type, int], bool], end: Callable[[int], None]) -> None:
+        """What FrameReader asks and tells about each frame that arrives."""
+        self._reader.begin, self._reader.end = begin, end
+
     # ------------------------------------------------------------ before the first frame
 
     def expect_preface(self, callback: Callable[[bytes], None]) -> None:
@@ -123,6 +127,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
+        self._reader.abandon()
         if self._on_early_loss is not None:
             self._on_early_loss()
         self.on_lost(self)

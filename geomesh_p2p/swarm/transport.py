@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError, UnreachableError
 from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.addresses import MOST_ADDRESSES, Address, answering, check_addresses, check_port_free, parse
+from geomesh_p2p.swarm.budgets import REMEMBERED_STRANGERS, Budgets, OverBudget
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
 from geomesh_p2p.swarm.links import LinkTable
@@ -35,7 +36,6 @@ from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
 
 log = logging.getLogger("geomesh.links")
 INCARNATION_BYTES = 8
-INCOMING_STREAMS = 48            # of one remote
 DIAL_SECONDS = 10.0
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -44,6 +44,7 @@ OTHER_SEEDS_SECONDS = 2.0        # how long further seeds are waited for once on
 OnMessage = Callable[[PeerId, Message], None]
 OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
 OnWarning = Callable[[str, str], None]      # (reason from a fixed list, one line)
+OnOtherVersion = Callable[[PeerId, int], None]
 
 
 def shape_of(link: LinkSection) -> Shape:
@@ -70,6 +71,8 @@ class Libp2pTransport:
         self.peer: PeerId = self.identity.peer
         self.run = b""
         self.links = LinkTable()
+        self.budgets = Budgets(warn=lambda reason, text: self._on_warning(reason, text))
+        self.on_other_version: OnOtherVersion = lambda peer, version: None
         self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
         self._default_shape = self._emulated.get("default", Shape())
         self._addresses: tuple[str, ...] = ()
@@ -266,8 +269,23 @@ class Libp2pTransport:
     def _remote(self, peer: PeerId) -> Remote:
         remote = self._remotes.get(peer)
         if remote is None:
+            self._forget_strangers()
             remote = self._remotes[peer] = Remote(peer, self._open, self.net.streams, self._default_shape)
         return remote
+
+    def _forget_strangers(self) -> None:
+        """Room for one more remote: of those that were not admitted only the newest are remembered."""
+        if len(self._remotes) < REMEMBERED_STRANGERS and len(self._met_peers) < REMEMBERED_STRANGERS:
+            return
+
+        def passed(peers: Iterable[PeerId]) -> list[PeerId]:
+            gone = [peer for peer in peers if not self.budgets.admitted(peer) and peer not in self._incoming]
+            return gone[: max(0, len(gone) - REMEMBERED_STRANGERS // 2)]
+
+        for peer in passed(self._remotes):
+            self._remotes.pop(peer).close()
+        for peer in passed(self._met_peers):
+            del self._met_peers[peer]
 
     async def _open(self, peer: PeerId, protocol: str, addresses: tuple[str, ...], stream: FrameStream) -> None:
         daemon = self.daemon
@@ -322,14 +340,26 @@ class Libp2pTransport:
     # ------------------------------------------------------------ what arrives
 
     def _accept(self, peer: PeerId, stream: FrameStream) -> None:
-        streams = self._incoming.setdefault(peer, set())
-        if len(streams) >= INCOMING_STREAMS:
-            self._on_warning("too_many_streams", f"{peer} opened more than {INCOMING_STREAMS} streams")
+        budgets = self.budgets
+        try:
+            number = budgets.open_stream(peer, stream.abort)
+        except OverBudget:
             stream.abort()
             return
+        streams = self._incoming.setdefault(peer, set())
         streams.add(stream)
-        stream.on_lost = streams.discard
+
+        def lost(stream: FrameStream) -> None:
+            budgets.close_stream(number)
+            streams.discard(stream)
+            if not streams and self._incoming.get(peer) is streams:
+                del self._incoming[peer]
+
+        stream.on_lost = lost
         stream.on_bad = lambda _stream, error: self._bad(peer, error)
+        stream.budget(
+            lambda kind, length: budgets.begin_frame(peer, kind, length), lambda length: budgets.end_frame(peer, length)
+        )
         stream.expect_bytes(INCARNATION_BYTES, lambda incarnation: self._met(peer, incarnation))
 
     def _met(self, peer: PeerId, incarnation: bytes) -> None:
@@ -342,8 +372,13 @@ class Libp2pTransport:
         remote.try_now()
 
     def _bad(self, peer: PeerId, error: wire.FrameError) -> None:
-        reason = "other_version" if isinstance(error, wire.VersionMismatch) else "bad_frame"
-        self._on_warning(reason, f"{peer}: {error}")
+        if isinstance(error, OverBudget):
+            return
+        other = isinstance(error, wire.VersionMismatch)
+        reason = "other_version" if other else "bad_frame"
+        self.budgets.complaints.say(peer, self.budgets.admitted(peer), reason, f"{peer}: {error}")
+        if isinstance(error, wire.VersionMismatch):
+            self.on_other_version(peer, error.version)
 
     def _accept_frames(self, peer: PeerId, stream: FrameStream) -> None:
         self._accept(peer, stream)
@@ -378,10 +413,12 @@ class Libp2pTransport:
             self._remote(peer).traffic.overhead_received += len(body) + wire.LENGTH_BYTES
             if not isinstance(frame.message, Fetch) or busy:
                 raise wire.FrameError(f"{type(frame.message).__name__}: one Fetch at a time expected")
+            self.budgets.begin_request(peer)
             task = asyncio.create_task(self._answer(peer, stream, frame))
             for tasks in (busy, self._tasks):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _task: self.budgets.end_request(peer))
 
         stream.on_body = asked
 

@@ -12,6 +12,7 @@ dataclasses in core/messages.py; anything else raises FrameError naming the fiel
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgpack
@@ -161,6 +162,14 @@ def check_prefix(length: int, start: bytes | bytearray | memoryview) -> bool:
     return True
 
 
+def kind_of(body: bytes | bytearray | memoryview) -> type:
+    """The message type of a whole body whose prefix and length are in order. Raises FrameError, and nothing else."""
+    check_prefix(len(body), body)
+    found = _prefix(body)
+    assert found is not None
+    return TAGS[found[0]]
+
+
 def decode(body: bytes | bytearray | memoryview) -> Frame:
     """The frame whose body (without the length) this is. Raises FrameError, and nothing else."""
     check_prefix(len(body), body)
@@ -192,11 +201,18 @@ class FrameReader:
 
     `buffer()` gives where to write next; `advance(n)` returns the bodies that n more bytes complete. Raises FrameError
     as soon as a frame is known to be bad, which is before its body is buffered.
+
+    `begin(type, length)`, if set, is asked once for each frame before its body is buffered, and `end(length)` told once it is
+    handed out or abandoned; a frame that `begin` does not want is skipped as it comes.
     """
 
     STAGING_BYTES = 64 * KIB
 
     def __init__(self) -> None:
+        self.begin: Callable[[type, int], bool] | None = None
+        self.end: Callable[[int], None] = lambda length: None
+        self._begun = 0              # length of the frame that `begin` took and that is not whole yet
+        self._skip = 0               # bytes still to come of one that it did not take
         self._staging = bytearray(self.STAGING_BYTES)
         self._view = memoryview(self._staging)
         self._start = 0              # unread bytes of the staging buffer are [start, stop)
@@ -208,6 +224,12 @@ class FrameReader:
         if self._body is not None:
             return memoryview(self._body)[self._filled :]
         return self._view[self._stop :]
+
+    def abandon(self) -> None:
+        """No more will come: what was begun is let go."""
+        begun, self._begun, self._body = self._begun, 0, None
+        if begun:
+            self.end(begun)
 
     def feed(self, data: bytes) -> list[bytes | bytearray]:
         bodies: list[bytes | bytearray] = []
@@ -226,8 +248,10 @@ class FrameReader:
             if self._filled < len(self._body):
                 return []
             body, self._body = self._body, None
+            self._ended(len(body))
             return [body]
         self._stop += count
+        self._drop_skipped()
         bodies: list[bytes | bytearray] = []
         while self._cut(bodies):
             pass
@@ -245,14 +269,40 @@ class FrameReader:
         if have < 0:
             return False
         length = int.from_bytes(self._view[self._start : at], "big")
-        if not check_prefix(length, self._view[at : at + min(have, length, PREFIX_BYTES)]):
+        prefix = self._view[at : at + min(have, length, PREFIX_BYTES)]
+        if not check_prefix(length, prefix):
             return False
+        if not self._wanted(length, prefix):
+            self._start, self._skip = at, length
+            self._drop_skipped()
+            return True
         if have >= length:
             bodies.append(bytes(self._view[at : at + length]))
             self._start = at + length
+            self._ended(length)
             return True
         if length + LENGTH_BYTES > self.STAGING_BYTES:
             self._body, self._filled = bytearray(length), have
             self._body[:have] = self._view[at : self._stop]
             self._start = self._stop
         return False
+
+    def _wanted(self, length: int, prefix: memoryview) -> bool:
+        if self.begin is None or self._begun:
+            return True
+        found = _prefix(prefix)
+        assert found is not None
+        if not self.begin(TAGS[found[0]], length):
+            return False
+        self._begun = length
+        return True
+
+    def _ended(self, length: int) -> None:
+        if self._begun:
+            self._begun = 0
+            self.end(length)
+
+    def _drop_skipped(self) -> None:
+        gone = min(self._skip, self._stop - self._start)
+        self._start += gone
+        self._skip -= gone

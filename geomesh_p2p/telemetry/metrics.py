@@ -52,6 +52,7 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "overhead_bytes": (Counter, ("direction", "remote"), "All other bytes"),
     "link_bytes_per_second": (Gauge, ("remote",), "Measured rate to a remote"),
     "link_rtt_seconds": (Gauge, ("remote",), "Measured round trip to a remote"),
+    "agreement_share": (Gauge, ("remote",), "Share of a member's signs that agree with the updates, smoothed"),
     "joins": (Counter, (), "Peers that joined"),
     "losses": (Counter, (), "Peers that were lost or left"),
     "elections": (Counter, (), "Changes of leader"),
@@ -150,6 +151,11 @@ class Metrics:
                 self._remotes.add(event.remote)
                 self._of("link_rtt_seconds", remote=event.remote).set(event.rtt_seconds)
                 self._of("link_bytes_per_second", remote=event.remote).set(event.bytes_per_second)
+            case seen.Agreed():
+                for remote, share in event.with_update.items():
+                    if remote not in self._gone:
+                        self._remotes.add(remote)
+                        self._of("agreement_share", remote=remote).set(share)
             case seen.CaughtUpTo():
                 self._of("catch_up_rounds").inc(event.rounds)
                 self._of("round").set(event.round)

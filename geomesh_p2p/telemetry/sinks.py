@@ -30,6 +30,7 @@ METRICS_KINDS: dict[type, str] = {
     seen.PeerLost: "lost",
     seen.LeaderChanged: "leader",
     seen.CaughtUpTo: "caught_up",
+    seen.Agreed: "agreement",
     seen.Saved: "saved",
     seen.Warned: "warned",
 }

@@ -75,6 +75,7 @@ class Heard:
         self.lost_at: list[tuple[float, tuple[Missed, ...]]] = []
         self.all_unequal: list[tuple[str, ...]] = []
         self.all_refused: list[tuple[str, str]] = []
+        self.all_rejected: list[tuple[str, str]] = []
         self.all_failed: list[BaseException] = []
 
     @property
@@ -92,6 +93,9 @@ class Heard:
 
     def refused(self, peer: str, reason: str) -> None:
         self.all_refused.append((peer, reason))
+
+    def rejected(self, peer: str, reason: str) -> None:
+        self.all_rejected.append((peer, reason))
 
     def failed(self, error: BaseException) -> None:
         self.all_failed.append(error)

@@ -35,7 +35,8 @@ async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str, 
     assert len({tuple(sorted(peer.digests().items())) for peer in peers}) == 1
     assert len(anchors(peers)) == 1
     assert peers[0].model.state.anchor.any()
-    assert not [note for peer in peers for note in peer.notes if note[0] == "discard"], "an attempt was given up without need"
+    given_up = [note for peer in peers for note in peer.notes if note[0] == "discard"]
+    assert not given_up, [event for peer in peers for event in peer.events if type(event).__name__ == "Warned"]
 
 
 async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class ToyPeer:
     founding: Founding
     seconds_per_sequence: float = 0.005
     trains: bool = True
+    admission: Admission = field(default_factory=Admission)
     notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     session: Session | None = None
@@ -165,7 +166,8 @@ class ToyPeer:
         self.transport = transport = self.make_transport()
         transport.run = self.founding.run
         me = Self(self.peer, self.name, self.trains, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
-        membership = Membership(me, Admission(), transport.send, timing.heartbeat_limit_seconds)
+        membership = Membership(me, self.admission, transport.send, timing.heartbeat_limit_seconds)
+        transport.budgets.admitted = membership.admitted
         settings = Settings(
             timing=timing, trains=self.trains, min_peers=run.run.min_peers, final_round=run.run.rounds, seed=1
         )

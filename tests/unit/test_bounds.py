@@ -1,0 +1,247 @@
+"""What a member may say: figures, contributions, plans and terms out of bounds are refused and named; honest ones never."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomesh_p2p.config import CodecSection, InnerSection, PlannerSection
+from geomesh_p2p.core import bounds, codec
+from geomesh_p2p.core.canonical import RecordError, pack, unpack
+from geomesh_p2p.core.forecast import Volume
+from geomesh_p2p.core.layout import Layout, Tensor
+from geomesh_p2p.core.messages import Heartbeat
+from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round
+from geomesh_p2p.core.types import (
+    NO_TERM,
+    Assignment,
+    BatchTime,
+    Contribution,
+    Link,
+    Plan,
+    Profile,
+    Range,
+    StepReport,
+    Term,
+)
+
+RUN, BASE = b"r" * 32, b"b" * 32
+LENGTH = 16
+
+
+def plan(**changes: Any) -> Plan:
+    members = tuple(
+        Assignment(f"peer-{s}", s, 2, 4, 2, (Range(8 * i, 8 * i + 8),), 1.0, 10.0) for i, s in enumerate(("a", "b", "c"))
+    )
+    made = Plan(RUN, 3, Term(1, "peer-a"), 1, BASE, members, "gather", (), 0, 24 * LENGTH, 10.0, 1.0, 2.0, True)
+    return replace(made, **changes)
+
+
+def contribution(**changes: Any) -> Contribution:
+    return replace(Contribution("peer-b", "b", 3, BASE, 8 * LENGTH, (Range(8, 16),), b"p" * 32, 100, 2.0, 10), **changes)
+
+
+def test_an_honest_contribution_passes() -> None:
+    for good in (
+        contribution(),
+        contribution(tokens=3 * LENGTH, ranges=(Range(8, 11),)),
+        contribution(tokens=4 * LENGTH, ranges=(Range(12, 14), Range(8, 10))),
+        contribution(tokens=0, ranges=(), payload=b"", payload_bytes=0, reason="NaN"),
+        contribution(validation_nats=float("inf")),
+        contribution(validation_nats=float("nan")),
+    ):
+        assert bounds.contribution_fault(plan(), "peer-b", good) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": -1}, "-1 tokens"),
+        ({"tokens": 8 * LENGTH + 1}, "129 tokens in 8 sequences, which hold 128"),
+        ({"tokens": 2**60}, "tokens in 8 sequences"),
+        ({"tokens": 100, "ranges": ()}, "tokens in 0 sequences"),
+        ({"ranges": (Range(0, 8),)}, "does not give it"),
+        ({"ranges": (Range(8, 17),)}, "does not give it"),
+        ({"ranges": (Range(-4, 4),)}, "does not give it"),
+        ({"ranges": (Range(12, 10),)}, "does not give it"),
+        ({"ranges": (Range(8, 16), Range(8, 16))}, "counts twice"),
+        ({"ranges": (Range(8, 16), Range(15, 16))}, "counts twice"),
+        ({"tokens": 0}, "without tokens"),
+        ({"peer": "peer-a"}, "another's name"),
+        ({"site": "a"}, "another's name"),
+        ({"round": 4}, "round 4"),
+        ({"base": RUN}, "round 3"),
+        ({"payload_bytes": -5}, "-5 bytes"),
+        ({"validation_tokens": -1}, "-1 tokens"),
+        ({"validation_tokens": 2**50}, "nats over"),
+        ({"validation_nats": -3.0}, "-3 nats"),
+        ({"reason": "x" * 501}, "contribution of"),
+    ],
+)
+def test_a_contribution_out_of_bounds_is_refused(changes: dict[str, Any], says: str) -> None:
+    assert says in bounds.contribution_fault(plan(), "peer-b", contribution(**changes))
+    assert bounds.contribution_fault(plan(), "stranger", contribution())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempt": 0},
+        {"planned_tokens": -1},
+        {"train_seconds": -1.0},
+        {"train_seconds": 1e12},
+        {"members": ()},
+        {"members": plan().members[::-1]},
+        {"members": (plan().members[0], plan().members[0])},
+        {"members": (replace(plan().members[0], batch=0, last_batch=0),)},
+        {"members": (replace(plan().members[0], inner_steps=10**9),)},
+        {"members": (replace(plan().members[0], lr_scale=1e30),)},
+        {"members": (replace(plan().members[0], finish_seconds=1e30),)},
+        {"members": (replace(plan().members[0], ranges=(Range(5, 4),)),)},
+        {"members": (plan().members[0], replace(plan().members[1], ranges=(Range(0, 8),)))},
+        {"topology": "reduce"},
+        {"shares": (Range(0, 8),)},
+        {"topology": "reduce", "shares": (Range(0, 8),)},
+    ],
+)
+def test_a_plan_that_nobody_can_carry_out_is_refused(changes: dict[str, Any]) -> None:
+    assert bounds.plan_fault(plan()) == ""
+    assert bounds.plan_fault(plan(**changes))
+
+
+def test_terms_do_not_jump() -> None:
+    assert bounds.term_fits(Term(2**32, "x"), NO_TERM)
+    assert not bounds.term_fits(Term(2**63, "x"), Term(1000, "y"))
+    assert not bounds.term_fits(Term(-1, "x"), NO_TERM)
+
+
+# ---------------------------------------------------------------- heartbeats and the planner
+
+
+def beat(curve: tuple[BatchTime, ...] = (BatchTime(1, 0.1), BatchTime(4, 0.3)), **changes: Any) -> Heartbeat:
+    profile = Profile("p", "s", "cpu", curve)
+    links = (Link("p", "q", 0.1, 1e6),)
+    return replace(Heartbeat("s", NO_TERM, "", 0, b"", "idle", True, True, False, profile, 4, 0.3, links, 1.0), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"curve": (BatchTime(1, 1e-30),)},
+        {"curve": (BatchTime(1, 1e30),)},
+        {"curve": (BatchTime(1, -1.0),)},
+        {"curve": (BatchTime(0, 1.0),)},
+        {"curve": (BatchTime(2**40, 1.0),)},
+        {"curve": ()},
+        {"curve": (BatchTime(4, 1.0), BatchTime(4, 2.0))},
+        {"curve": tuple(BatchTime(n + 1, 1.0) for n in range(300))},
+        {"profile": Profile("another", "s", "cpu", (BatchTime(1, 1.0),))},
+        {"profile": Profile("p", "another", "cpu", (BatchTime(1, 1.0),))},
+        {"step_seconds": 1e-30},
+        {"step_seconds": 1e30},
+        {"step_batch": -4},
+        {"step_batch": 2**40},
+        {"links": (Link("q", "p", 0.1, 1e6),)},
+        {"links": (Link("p", "q", -1.0, 1e6),)},
+        {"links": (Link("p", "q", 1e30, 1e6),)},
+        {"links": (Link("p", "q", 0.1, 0.0),)},
+        {"links": (Link("p", "q", 0.1, 1e30),)},
+    ],
+)
+def test_figures_that_cannot_be_are_left_out(changes: dict[str, Any]) -> None:
+    assert bounds.figures_fault("p", beat()) == ""
+    absurd = beat(**changes)
+    assert bounds.figures_fault("p", absurd)
+    clean = bounds.plausible("p", absurd)
+    assert bounds.figures_fault("p", clean) == ""
+    assert (clean.profile is None, clean.step_batch == 0, clean.links == ()).count(True) == 1, "the rest stays"
+
+
+def test_what_is_not_a_number_does_not_even_arrive() -> None:
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(RecordError, match="finite"):
+            unpack(Heartbeat, pack(beat(step_seconds=bad)))
+
+
+FIGURES = st.floats(*bounds.SECONDS_A_STEP)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4096), FIGURES), min_size=1, max_size=5),
+    FIGURES,
+    st.floats(*bounds.BYTES_A_SECOND),
+    st.floats(0, bounds.LONGEST_RTT_SECONDS),
+)
+def test_no_liar_within_bounds_breaks_the_planner(
+    points: list[tuple[int, float]], seconds: float, rate: float, rtt: float
+) -> None:
+    """Three honest sites and one that says anything the rules let pass: there is a plan, and it fits its own rules."""
+    curve = tuple(BatchTime(batch, took) for batch, took in sorted(dict(points).items()))
+    honest = [Profile(f"p{i}", f"s{i}", "cpu", (BatchTime(1, 0.1 + 0.1 * i), BatchTime(8, 0.5 + 0.5 * i))) for i in range(3)]
+    liar = Profile("q", "z", "cpu", curve)
+    everybody = [*honest, liar]
+    links = tuple(
+        Link(a.peer, b.peer, rtt if liar in (a, b) else 0.05, rate if liar in (a, b) else 1e7)
+        for a in everybody
+        for b in everybody
+        if a is not b
+    )
+    inputs = PlanInputs(
+        Slot(RUN, 1, Term(1, "p0"), 1, BASE),
+        Sites(tuple(everybody), links, (StepReport("q", curve[0].batch, seconds),), tuple(p.peer for p in everybody), 2),
+        WorkLeft(Volume(1_000_000, 125_000, 125_000), 128, (Range(0, 2**40),)),
+    )
+    made = plan_round(inputs, PlannerSection(), InnerSection())
+    assert bounds.plan_fault(made) == ""
+
+
+# ---------------------------------------------------------------- magnitudes
+
+
+LAYOUT = Layout((Tensor("embedding", 640, 40), Tensor("matrix", 4000), Tensor("norm", 37)))
+
+
+def payload(seed: int, scale: float = 1.0, norm: float = 1.0) -> Any:
+    values = np.random.default_rng(seed).standard_normal(LAYOUT.parameters).astype(np.float32) * np.float32(scale)
+    values[-37:] *= np.float32(norm)
+    return codec.encode(LAYOUT, values, np.zeros_like(values), CodecSection())
+
+
+def magnitudes(data: Any, start: int = 0, stop: int = LAYOUT.parameters) -> list[float]:
+    return codec.tensor_magnitudes(LAYOUT, CodecSection(), data, start, stop)
+
+
+def test_magnitudes_are_compared_tensor_by_tensor() -> None:
+    everybody = [magnitudes(payload(seed, scale)) for seed, scale in enumerate((0.05, 1.0, 2.0, 40.0))]
+    assert [bounds.magnitude_fault(own, everybody) for own in everybody] == [""] * 4
+    liar = magnitudes(payload(9, norm=1e4))
+    assert "in tensor 2" in bounds.magnitude_fault(liar, [*everybody, liar])
+    assert [bounds.magnitude_fault(own, [*everybody, liar]) for own in everybody] == [""] * 4
+    assert bounds.magnitude_fault(liar, [everybody[1], liar]) == "", "of two nobody can say who is odd"
+
+
+def test_a_share_is_judged_by_what_lies_in_it() -> None:
+    data = payload(1)
+    whole = magnitudes(data)
+    assert magnitudes(data, 640, 4640) == [whole[1]]
+    assert magnitudes(data, 0, 640) == [whole[0]]
+    assert len(magnitudes(data, 320, 648)) == 2
+    assert magnitudes(data, 8, 8) == []
+    part = codec.encode_part(LAYOUT, CodecSection(), np.full(4000, 0.5, np.float32), 640, 4640)
+    assert codec.part_magnitudes(LAYOUT, CodecSection(), part, 640, 4640) == [0.5]
+    assert bounds.part_fault([0.5], [0.8]) == ""
+    assert "times this peer's own" in bounds.part_fault([0.5], [1e-5])
+    assert bounds.part_fault([0.5], [0.0]) == ""
+
+
+def test_plain_numbers_have_no_magnitudes_to_compare() -> None:
+    values = np.ones(LAYOUT.parameters, np.float32)
+    data = codec.encode(LAYOUT, values, np.zeros_like(values), CodecSection(payload="fp16"))
+    assert codec.tensor_magnitudes(LAYOUT, CodecSection(payload="fp16"), data, 0, LAYOUT.parameters) == []
+    assert bounds.magnitude_fault([], [[], [], []]) == ""
