@@ -142,7 +142,10 @@ def _lengths(sites: Sequence[StepTimes], near: Sequence[Integers], window: Windo
     pairs = [(-float(site.seconds[b] / b), k, int(b)) for k, site in enumerate(sites) for b in near[k]]
     for _, k, b in sorted(pairs):
         seconds = sites[k].seconds
-        steps = np.arange(math.floor(first / seconds[b]), math.ceil(last / seconds[b]) + 1)
+        fewest, most = math.floor(first / seconds[b]), math.ceil(last / seconds[b])
+        if (most - fewest - 2) * b > room:  # so many lie within for certain; whoever claims tiny steps would fill all memory
+            break
+        steps = np.arange(fewest, most + 1)
         ends = (steps[:, None] * seconds[b] + seconds[None, :b]).ravel()
         ends = ends[(ends >= first) & (ends <= last)]
         if len(ends) > room:

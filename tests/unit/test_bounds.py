@@ -171,7 +171,7 @@ def test_what_is_not_a_number_does_not_even_arrive() -> None:
 FIGURES = st.floats(*bounds.SECONDS_A_STEP)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4096), FIGURES), min_size=1, max_size=5),
     FIGURES,
