@@ -17,8 +17,10 @@ from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.wire import KIB, MIB, FrameError
 
-STRANGERS_SAY = (m.Hello, m.Refused, m.Fetch, m.Heartbeat)
-"""What is read of a stranger at all. (A heartbeat may come from a member that this peer does not know again yet.)"""
+STRANGERS_SAY = (m.Hello, m.Refused, m.Fetch)
+"""What is read of a stranger."""
+BEATS_AT_ONCE, BEATS_PER_SECOND = 4.0, 0.5
+"""Heartbeats read of a stranger: one may be a member that this peer does not know again yet, and is greeted then."""
 OPEN_QUESTIONS = ("founding", "status")
 """What a stranger may fetch."""
 REMEMBERED_STRANGERS = 512
@@ -91,12 +93,15 @@ class _Account:
 
     frames: _Bucket
     bytes: _Bucket
+    beats: _Bucket       # heartbeats of a stranger, apart from its greetings: those must come through
+    waste: _Bucket       # bytes of a stranger that are skipped
     usage: Usage = field(default_factory=Usage)
     admitted: bool = False
 
     @classmethod
     def of(cls, allowance: Allowance, now: float) -> _Account:
-        return cls(_Bucket(allowance.frames, now), _Bucket(allowance.bytes, now))
+        sizes = (allowance.frames, allowance.bytes, BEATS_AT_ONCE, allowance.bytes)
+        return cls(*(_Bucket(size, now) for size in sizes))
 
 
 class Complaints:
@@ -229,17 +234,17 @@ class Budgets:
                 self._refuse(peer, "rate", f"sends more than {much} a second beside its chunks: some are left unread")
                 return False
             return self._hold(account, peer, length, self.member)
+        beat = kind is m.Heartbeat and account.beats.take(1, BEATS_AT_ONCE, BEATS_PER_SECOND, now)
+        if beat and length <= STRANGER.held_bytes // 2:
+            return self._hold(account, peer, length, STRANGER)
         if kind not in STRANGERS_SAY:
             self.refused["stranger"] += 1
-            if not account.bytes.take(length, STRANGER.bytes, STRANGER.bytes_per_second, now):
+            if not account.waste.take(length, STRANGER.bytes, STRANGER.bytes_per_second, now):
                 raise OverBudget("not admitted, and sends more than greetings")
             return False
         if self._afford(account, STRANGER, length, now) and self._afford(self._strangers, ALL_STRANGERS, length, now):
             return self._hold(account, peer, length, STRANGER)
-        if kind is m.Heartbeat:
-            self.refused["stranger"] += 1
-        else:
-            self._refuse(peer, "rate", "has not been admitted and speaks too often: it is left unread for a while")
+        self._refuse(peer, "rate", "has not been admitted and speaks too often: it is left unread for a while")
         return False
 
     def _afford(self, account: _Account, allowance: Allowance, length: int, now: float) -> bool:

@@ -51,6 +51,20 @@ def test_a_stranger_that_greets_without_end_is_left_unread_and_costs_one_line() 
     assert len(world.lines) == 1
 
 
+def test_a_stranger_that_may_be_a_member_of_before_is_heard_when_it_greets_whatever_else_it_sends() -> None:
+    """A peer that has just started knows nobody, and the others go on sending heartbeats, echoes and chunks to it."""
+    world = World()
+    beats = 0
+    for _ in range(200):
+        world.now += 0.1
+        beats += world.budgets.begin_frame("s", m.Heartbeat, 300)
+        world.budgets.begin_frame("s", m.HeartbeatEcho, 30)
+        world.budgets.begin_frame("s", m.Chunk, 1000)
+    assert 4 <= beats <= 14
+    assert world.budgets.begin_frame("s", m.Hello, 5000)
+    assert world.lines == []
+
+
 def test_bytes_that_a_stranger_has_no_business_to_send_end_its_stream() -> None:
     world = World()
     with pytest.raises(OverBudget):
