@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
 
+from geomesh_p2p.core.anchors import well_formed
 from geomesh_p2p.core.forecast import LARGEST_BATCH
 from geomesh_p2p.core.log import covers, merged
 from geomesh_p2p.core.messages import Heartbeat
@@ -95,6 +96,8 @@ def contribution_fault(plan: Plan, sender: PeerId, contribution: Contribution) -
         return f"a contribution of {c.tokens} tokens and {c.payload_bytes} bytes"
     if not (0 <= c.validation_tokens <= VALIDATION_TOKENS) or c.validation_nats < 0:
         return f"a validation of {c.validation_nats:g} nats over {c.validation_tokens} tokens"
+    if not well_formed(c):
+        return "hashes that are none"
     if c.abstains:
         return "ranges and bytes without tokens" if c.ranges or c.payload_bytes else ""
     return _ranges_fault(plan, given, c)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from geomesh_p2p.core.anchors import well_formed
 from geomesh_p2p.core.bounds import contribution_fault, plan_fault
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import (
@@ -220,8 +219,6 @@ class Member:
                 self.early[(message.plan, sender)] = message
             return ""
         if self.plan.of(sender) is None or sender in self.finished or sender in self.blamed or not self.exchanging:
-            return ""
-        if not well_formed(c):
             return ""
         fault = contribution_fault(self.plan, sender, c) if self.s.rules.on("ranges_within") else ""
         if fault:

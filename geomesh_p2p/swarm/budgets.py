@@ -100,8 +100,8 @@ class _Account:
 
     @classmethod
     def of(cls, allowance: Allowance, now: float) -> _Account:
-        sizes = (allowance.frames, allowance.bytes, BEATS_AT_ONCE, allowance.bytes)
-        return cls(*(_Bucket(size, now) for size in sizes))
+        full = [_Bucket(size, now) for size in (allowance.frames, allowance.bytes, BEATS_AT_ONCE, allowance.bytes)]
+        return cls(full[0], full[1], full[2], full[3])
 
 
 class Complaints:

@@ -22,9 +22,10 @@ from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm.addresses import answering, check_port_free, port_owner
+from geomesh_p2p.swarm.budgets import MEMBER
 from geomesh_p2p.swarm.clocks import ADVICE, TOLERATED_SECONDS, answer_clock, measure
 from geomesh_p2p.swarm.identity import load_identity, read_secret
-from geomesh_p2p.swarm.transport import INCOMING_STREAMS, Libp2pTransport, dial_reason
+from geomesh_p2p.swarm.transport import Libp2pTransport, dial_reason
 
 SEED_SECONDS = 4.0
 OWN_FILES = 128                  # of a peer alone: libraries, logs, sockets, the daemon's pipes
@@ -106,7 +107,7 @@ def own_addresses() -> list[str]:
 def files_needed(peers: int, streams: int) -> int:
     """Descriptors of the larger of the two processes: to each other peer the streams that this one opens and those that it
     lets the other open (both control, bulk and requests), and the daemon's connections."""
-    return OWN_FILES + (peers - 1) * (min(streams + 2 + 8, INCOMING_STREAMS) + streams + 2)
+    return OWN_FILES + (peers - 1) * (min(streams + 2 + 8, MEMBER.streams) + streams + 2)
 
 
 def open_files(peers: int, streams: int, limit: int | None = None, hard: int | None = None) -> Finding:

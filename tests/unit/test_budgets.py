@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from geomesh_p2p import PROTOCOL_VERSION
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.types import GENESIS_ROUND
 from geomesh_p2p.swarm import wire
@@ -205,7 +206,7 @@ def test_a_frame_half_read_is_given_back_when_its_stream_is_lost() -> None:
 # ---------------------------------------------------------------- membership remembers few strangers
 
 
-def hello(site: str = "x", fingerprint: bytes = RUN, proof: bytes = b"", protocol: int = 1) -> m.Hello:
+def hello(site: str = "x", fingerprint: bytes = RUN, proof: bytes = b"", protocol: int = PROTOCOL_VERSION) -> m.Hello:
     return m.Hello(protocol, b"", fingerprint, "{}", site, True, b"", GENESIS_ROUND, b"", proof)
 
 
@@ -254,9 +255,9 @@ def test_another_version_is_told_both_numbers_once() -> None:
     members, sent, _ = membership()
     members.greet("other", 1.0)
     for _ in range(50):
-        members.on_other_version("other", 2, 2.0)
+        members.on_other_version("other", 99, 2.0)
     told = [message for _, message in sent if isinstance(message, m.Refused)]
     assert len(told) == 1
     assert told[0].final
-    assert "version 2, this peer 1" in told[0].reason
+    assert f"version 99, this peer {PROTOCOL_VERSION}:" in told[0].reason
     assert members.refused_by["other"] == told[0]
