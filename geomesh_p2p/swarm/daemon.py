@@ -170,11 +170,19 @@ class Daemon:
             raise Unreachable(answer.error.msg)
 
     async def connected(self, peer: PeerId) -> bool:
+        return peer in await self.connections()
+
+    async def connections(self) -> dict[PeerId, tuple[str, ...]]:
+        """Who is connected, and over which addresses of theirs: one that ends in /p2p-circuit/... is through a relay."""
         try:
             answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         except (OSError, asyncio.IncompleteReadError):
-            return False
-        return any(PeerID(info.id).to_base58() == peer for info in answer.peers)
+            return {}
+        found: dict[PeerId, tuple[str, ...]] = {}
+        for info in answer.peers:
+            peer = PeerID(info.id).to_base58()
+            found[peer] = (*found.get(peer, ()), *(str(Multiaddr(packed)) for packed in info.addrs))
+        return found
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection with `peer`."""

@@ -7,6 +7,7 @@ never mistaken for a slow link.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.messages import Chunk, ChunkAck
@@ -37,8 +38,10 @@ class _Path:
 class LinkTable:
     """All ways out of one peer. Times are seconds of its own monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_rate: Callable[[PeerId, float], None] = lambda peer, bytes_per_second: None) -> None:
+        """`on_rate` is told of each transfer that was long enough to be measured."""
         self._paths: dict[PeerId, _Path] = {}
+        self._on_rate = on_rate
 
     def _path(self, peer: PeerId) -> _Path:
         return self._paths.setdefault(peer, _Path())
@@ -52,7 +55,7 @@ class LinkTable:
         """`chunk` is about to be handed to the stream."""
         path = self._path(peer)
         if chunk.plan != path.plan:
-            self._close(path)
+            self._close(peer, path)
             path.plan, path.sent, path.acknowledged = chunk.plan, {}, {}
         key = (chunk.kind, chunk.owner, chunk.share)
         path.sent[key] = max(path.sent.get(key, 0), chunk.offset + len(chunk.data))
@@ -71,13 +74,15 @@ class LinkTable:
         path.busy_bytes += upto - before
         path.last_news = now
         if all(path.acknowledged.get(stream, 0) >= end for stream, end in path.sent.items()):
-            self._close(path)
+            self._close(peer, path)
 
-    def _close(self, path: _Path) -> None:
+    def _close(self, peer: PeerId, path: _Path) -> None:
         """The transfer is over, or was given up: then it counts up to its last acknowledgement."""
         if path.busy_since is not None and path.busy_bytes >= MIN_SAMPLE_BYTES:
             seconds = max(path.last_news - path.busy_since - (path.rtt_seconds or 0.0), MIN_SAMPLE_SECONDS)
-            path.bytes_per_second = _smoothed(path.bytes_per_second, path.busy_bytes / seconds, RATE_WEIGHT)
+            rate = path.busy_bytes / seconds
+            path.bytes_per_second = _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
+            self._on_rate(peer, rate)
         path.busy_since, path.busy_bytes = None, 0
 
     def rtt_seconds(self, peer: PeerId) -> float:

@@ -6,6 +6,7 @@ All are opened on demand, kept, and opened again with back-off after a failure. 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -48,7 +49,11 @@ class Remote:
         self.shaper = Shaper(shape)
         self._open_stream = open_stream
         self._loop = asyncio.get_running_loop()
+        self.name: str = peer              # its site, once it has said so
         self.heard_at: float | None = None
+        self.ways: set[str] = set()        # its addresses that connections went over
+        self.way = ""                      # the newest
+        self.told_rate = 0.0
         self._retrying = Retrying()
         self._news = asyncio.Event()
         self._opened_at: dict[FrameStream, float] = {}
@@ -99,6 +104,11 @@ class Remote:
         """There is news of this peer (an address, a stream from it): no more waiting for one that could not be reached."""
         self._retrying.news()
         self._news.set()
+
+    def called(self, site: str) -> None:
+        """It says that it is the peer of `site`."""
+        if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", site):
+            self.name = site
 
     @property
     def in_use(self) -> bool:

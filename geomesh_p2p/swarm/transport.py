@@ -9,7 +9,6 @@ authenticated, whatever the frame says.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +32,8 @@ from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
+from geomesh_p2p.swarm.watching import LinkWatch
 
-log = logging.getLogger("geomesh.links")
 INCARNATION_BYTES = 8
 DIAL_SECONDS = 10.0
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
@@ -70,7 +69,7 @@ class Libp2pTransport:
         self.identity: Identity = load_identity(identity_path)
         self.peer: PeerId = self.identity.peer
         self.run = b""
-        self.links = LinkTable()
+        self.links = LinkTable(on_rate=lambda peer, rate: self._watch.measured(self._remote(peer), rate))
         self.budgets = Budgets(warn=lambda reason, text: self._on_warning(reason, text))
         self.on_other_version: OnOtherVersion = lambda peer, version: None
         self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
@@ -82,6 +81,7 @@ class Libp2pTransport:
         self._upkeep = Upkeep(self._start_daemon, self._opened, self._on_warning, given_up)
         self._incarnation = os.urandom(INCARNATION_BYTES)
         self._remotes: dict[PeerId, Remote] = {}
+        self._watch = LinkWatch(self._remotes, lambda: self.daemon, net.heartbeat_limit_seconds)
         self._incoming: dict[PeerId, set[FrameStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sequence = 0
@@ -98,7 +98,7 @@ class Libp2pTransport:
         """Take frames and requests from now on; open() first, unless that was done."""
         self._on_message, self._on_request = on_message, on_request
         daemon = self.daemon
-        self._tasks.add(asyncio.create_task(self._watch()))
+        self._tasks.add(asyncio.create_task(self._watch.run()))
         if daemon is None:
             await self.open()
             return
@@ -107,35 +107,6 @@ class Libp2pTransport:
         except (OSError, asyncio.IncompleteReadError):
             if not daemon.ended:  # else the next one opens them
                 raise
-
-    async def _watch(self) -> None:
-        """A connection whose other end has vanished without a word, or behind which a middlebox has forgotten it, looks open
-        for minutes: one that has been silent is asked, and closed if it does not answer, so that the peer is dialled again."""
-        limit, clock = self.net.heartbeat_limit_seconds, asyncio.get_running_loop().time
-        asking: dict[PeerId, asyncio.Task[None]] = {}
-        while True:
-            await asyncio.sleep(limit / 4)
-            for peer, remote in list(self._remotes.items()):
-                silent = remote.heard_at is not None and clock() - remote.heard_at > limit / 2
-                if silent and remote.in_use and (peer not in asking or asking[peer].done()):
-                    asking[peer] = asyncio.create_task(self._ask_whether_there(remote))
-                    self._tasks.add(asking[peer])
-                    asking[peer].add_done_callback(self._tasks.discard)
-
-    async def _ask_whether_there(self, remote: Remote) -> None:
-        limit, daemon = self.net.heartbeat_limit_seconds, self.daemon
-        if daemon is None:
-            return
-        try:
-            async with asyncio.timeout(limit):
-                await daemon.ping(remote.peer)
-        except TimeoutError:
-            log.info("%s: its connection is dead, it is closed and the peer dialled again", remote.peer)
-            await daemon.disconnect(remote.peer)
-            remote.restarted()
-        except Unreachable:
-            pass  # it is closed, as its streams tell
-        await asyncio.sleep(limit / 2)  # else it is there, and has nothing to say
 
     async def _start_daemon(self, on_exit: OnExit) -> Daemon:
         await asyncio.to_thread(check_port_free, self.listening)
@@ -397,8 +368,10 @@ class Libp2pTransport:
             return
         if isinstance(message, ChunkAck):
             self.links.acknowledged(peer, message, asyncio.get_running_loop().time())
-        elif isinstance(message, (Hello, Heartbeat)) and message.site in self._emulated:
-            self.shape(peer, self._emulated[message.site])
+        elif isinstance(message, (Hello, Heartbeat)):
+            remote.called(message.site)
+            if message.site in self._emulated:
+                self.shape(peer, self._emulated[message.site])
         try:
             self._on_message(peer, message)
         except Exception as error:  # a bug in a handler must not end the stream

@@ -1,0 +1,87 @@
+"""Watches over the connections: which address each goes over, how fast it is, and whether a silent one is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from geomesh_p2p.core.ports import Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.swarm.remote import Remote
+
+log = logging.getLogger("geomesh.links")
+MOST_WAYS = 16               # addresses of one peer that are told of
+
+
+class Connected(Protocol):
+    """What is asked of the daemon."""
+
+    async def connections(self) -> dict[PeerId, tuple[str, ...]]: ...
+
+    async def ping(self, peer: PeerId) -> None: ...
+
+    async def disconnect(self, peer: PeerId) -> None: ...
+
+
+class LinkWatch:
+    """A connection whose other end has vanished without a word, or that a middlebox has forgotten, looks open for minutes.
+    One that was silent for half of `limit_seconds` is asked, and closed if there is no answer for `limit_seconds`, so that
+    the peer is dialled again."""
+
+    def __init__(
+        self, remotes: Mapping[PeerId, Remote], daemon: Callable[[], Connected | None], limit_seconds: float
+    ) -> None:
+        self._remotes, self._daemon, self._limit_seconds = remotes, daemon, limit_seconds
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        clock = asyncio.get_running_loop().time
+        try:
+            while True:
+                await asyncio.sleep(self._limit_seconds / 4)
+                if (daemon := self._daemon()) is None:
+                    continue
+                self.say_which_ways(await daemon.connections())
+                for peer, remote in list(self._remotes.items()):
+                    silent = remote.heard_at is not None and clock() - remote.heard_at > self._limit_seconds / 2
+                    if silent and remote.in_use and peer not in self._asking:
+                        self._asking[peer] = asyncio.create_task(self._ask(daemon, remote))
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+
+    async def _ask(self, daemon: Connected, remote: Remote) -> None:
+        try:
+            async with asyncio.timeout(self._limit_seconds):
+                await daemon.ping(remote.peer)
+        except TimeoutError:
+            log.info("%s: its connection is dead, it is closed and the peer dialled again", remote.name)
+            remote.ways.clear()
+            await daemon.disconnect(remote.peer)
+            remote.restarted()
+        except Unreachable:
+            pass  # it is closed, as its streams tell
+        await asyncio.sleep(self._limit_seconds / 2)  # else it is there, and has nothing to say
+        del self._asking[remote.peer]
+
+    def say_which_ways(self, connections: Mapping[PeerId, tuple[str, ...]]) -> None:
+        """One line for each address of a peer that a connection goes over: of several ways, which one is taken."""
+        for peer, remote in self._remotes.items():
+            ways = connections.get(peer, ()) if remote.in_use else ()
+            dialled = {address.split("/p2p/")[0] for address in remote.addresses}
+            for way in ways:
+                if way not in remote.ways and len(remote.ways) < MOST_WAYS:
+                    remote.ways.add(way)
+                    log.info("%s: connected, %s %s", remote.name, "dialled at" if way in dialled else "comes from", way)
+            remote.way = ways[0] if ways else remote.way
+
+    def measured(self, remote: Remote, bytes_per_second: float) -> None:
+        """One line for the first transfer, and for each that is twice as fast or half as fast as the last one told of."""
+        if remote.told_rate and 0.5 < bytes_per_second / remote.told_rate < 2.0:
+            return
+        remote.told_rate = bytes_per_second
+        rate = bytes_per_second * 8e-6
+        log.info("%s: %.2f Mbit/s measured, over %s", remote.name, rate, remote.way or "a connection just made")
