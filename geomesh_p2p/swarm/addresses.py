@@ -30,9 +30,9 @@ def parse(text: str, setting: str) -> Address:
         raise ConfigError(f'{setting}: "{text}" {error}') from None
 
 
-async def answering(addresses: Iterable[str], limit_seconds: float = PROBE_SECONDS) -> str:
+async def answering(addresses: Iterable[str], limit_seconds: float | None = None) -> str:
     """Empty if a peer answers at one of `addresses`, or if that cannot be asked (a relay), else why not, in a few words."""
-    tries = [asyncio.create_task(_answers(text, limit_seconds)) for text in addresses]
+    tries = [asyncio.create_task(_answers(text, limit_seconds or PROBE_SECONDS)) for text in addresses]
     why = ""
     try:
         for tried in asyncio.as_completed(tries):

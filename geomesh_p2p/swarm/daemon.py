@@ -60,6 +60,7 @@ class Daemon:
         self._sockets = sockets
         self._output = output
         self._server: asyncio.AbstractServer | None = None
+        self.handlers: dict[str, Handler] = {}
 
     @classmethod
     async def start(cls, net: NetSection, identity_path: Path, on_exit: OnExit) -> Daemon:
@@ -136,6 +137,10 @@ class Daemon:
     @property
     def process_id(self) -> int:
         return int(self.p2p._child.pid)
+
+    @property
+    def socket_folder(self) -> str:
+        return self._sockets.path
 
     def _has_ended(self) -> None:
         """What still waits for the daemon gets an error: hivemind itself would let it wait for ever."""
@@ -244,8 +249,9 @@ class Daemon:
     async def accept(self, handlers: dict[str, Handler]) -> None:
         """Serve streams by protocol: `handlers[protocol](peer, stream)` sets the stream's callbacks, or aborts it. `peer` is
         the id that libp2p has authenticated."""
+        self.handlers = dict(handlers)
         path = os.path.join(self._sockets.path, "accept.sock")
-        self._server = await asyncio.get_running_loop().create_unix_server(lambda: _incoming(handlers), path)
+        self._server = await asyncio.get_running_loop().create_unix_server(lambda: _incoming(self.handlers), path)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,
             streamHandler=p2pd_pb2.StreamHandlerRequest(

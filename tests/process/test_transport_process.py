@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -11,16 +12,17 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from geomesh_p2p.config import LinkSection, NetSection
 from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Leave, Message
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.errors import ConfigError, TemporaryError, UnreachableError
+from geomesh_p2p.swarm import addresses, upkeep
 from geomesh_p2p.swarm import daemon as daemons
-from geomesh_p2p.swarm import upkeep
 from geomesh_p2p.swarm.identity import load_identity
-from geomesh_p2p.swarm.remote import CONTROL
+from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection.proof import fired, inject
@@ -72,6 +74,7 @@ def gone(process_id: int) -> bool:
 # ---------------------------------------------------------------- addresses
 
 
+@pytest.mark.case("C006")
 async def test_port_zero_is_replaced_by_the_bound_port(opened: Opener) -> None:
     a = await opened("a")
     (address,) = a.addresses()
@@ -82,6 +85,8 @@ async def test_port_zero_is_replaced_by_the_bound_port(opened: Opener) -> None:
     assert await b.connect_seeds([address]) == (a.peer,)
 
 
+@pytest.mark.case("C005")
+@pytest.mark.case("C021")
 async def test_announced_address_is_what_others_get(opened: Opener) -> None:
     port = free_port()
     a = await opened("a", listen=f"/ip4/0.0.0.0/tcp/{port}", announce=f"/ip4/127.0.0.2/tcp/{port}")
@@ -93,6 +98,8 @@ async def test_announced_address_is_what_others_get(opened: Opener) -> None:
 REMOTE = "/ip4/203.0.113.9/tcp/4100/p2p/12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
 
 
+@pytest.mark.case("C005")
+@pytest.mark.case("C006")
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -113,6 +120,7 @@ def test_addresses_that_nobody_could_dial_are_refused(settings: dict[str, object
     assert not (tmp_path / "identity.key").exists()
 
 
+@pytest.mark.case("C019")
 async def test_port_in_use_is_a_temporary_error(opened: Opener, tmp_path: Path) -> None:
     a = await opened("a")
     port = a.addresses()[0].split("/")[4]
@@ -128,6 +136,7 @@ async def test_address_of_another_host_is_a_config_error(opened: Opener) -> None
 # ---------------------------------------------------------------- seeds
 
 
+@pytest.mark.case("C003")
 async def test_some_dead_seeds_are_a_warning_each(opened: Opener) -> None:
     a = await opened("a")
     live, stranger = a.addresses()[0], load_identity_of_nobody()
@@ -144,6 +153,7 @@ async def test_some_dead_seeds_are_a_warning_each(opened: Opener) -> None:
     assert "another peer answers" in texts
 
 
+@pytest.mark.case("C001")
 async def test_no_seed_at_all_is_unreachable_with_a_reason_each(opened: Opener) -> None:
     stranger = load_identity_of_nobody()
     seeds = [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{stranger}" for _ in range(2)]
@@ -153,6 +163,22 @@ async def test_no_seed_at_all_is_unreachable_with_a_reason_each(opened: Opener) 
     assert "\n" not in str(caught.value)
     assert all(f"{seed}: connection refused" in str(caught.value) for seed in seeds)
     assert await b.connect_seeds(seeds, required=False) == ()
+
+
+@pytest.mark.case("C001")
+async def test_a_port_that_never_speaks_is_no_seed(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "PROBE_SECONDS", 0.3)
+    taken: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _reader, writer: taken.append(writer), "127.0.0.1", 0)
+    seed = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{load_identity_of_nobody()}"
+    b = await opened("b", reach_seconds=1.5)
+    with pytest.raises(UnreachableError) as caught:
+        await b.connect_seeds([seed])
+    assert f"{seed}: no answer within 0.3 s" in str(caught.value)
+    assert taken, "nobody has tried"
+    for writer in taken:
+        writer.close()
+    silent.close()
 
 
 async def test_seed_that_comes_up_later_is_found(opened: Opener, tmp_path: Path) -> None:
@@ -270,12 +296,14 @@ async def test_daemon_that_hangs_while_it_is_used_is_ended_and_started_again(
     assert gone(victim)
 
 
+@pytest.mark.case("C002")
 async def test_daemon_that_cannot_start_says_why(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "LAUNCHER", "print('the disk is on fire'); raise SystemExit(3)")
     with pytest.raises(TemporaryError, match=r"code 3.*the disk is on fire"):
         await opened("a")
 
 
+@pytest.mark.case("C002")
 async def test_daemon_that_hangs_is_given_up_and_ended(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "LAUNCHER", "import time; print('still here', flush=True); time.sleep(600)")
     with pytest.raises(TemporaryError, match=r"net\.daemon_start_seconds.*still here"):
@@ -292,7 +320,7 @@ async def main():
     transport = Libp2pTransport(NetSection(listen=sys.argv[2]), Path(sys.argv[1]) / "identity.key")
     async def nothing(*_): ...
     await transport.start(lambda *_: None, nothing)
-    print(transport.daemon.process_id, transport.addresses()[0], flush=True)
+    print(transport.daemon.process_id, transport.addresses()[0], transport.daemon.socket_folder, flush=True)
     await asyncio.Event().wait()
 
 import uvloop
@@ -300,35 +328,51 @@ uvloop.run(main())
 """
 
 
-def start_parent(folder: Path, listen: str = "/ip4/127.0.0.1/tcp/0") -> tuple[subprocess.Popen[str], int, str]:
+def start_parent(folder: Path, listen: str = "/ip4/127.0.0.1/tcp/0") -> tuple[subprocess.Popen[str], int, str, Path]:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), listen], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    process_id, address = parent.stdout.readline().split()
-    return parent, int(process_id), address
+    process_id, address, sockets = parent.stdout.readline().split()
+    return parent, int(process_id), address, Path(sockets)
 
 
-async def test_daemon_ends_when_its_parent_is_killed_and_the_port_can_be_used_again(tmp_path: Path) -> None:
-    parent, daemon, address = await asyncio.to_thread(start_parent, tmp_path)
-    assert not gone(daemon)
-    parent.kill()
-    parent.wait()
-    again, _, same = await asyncio.to_thread(start_parent, tmp_path, address.split("/p2p/")[0])
+def kill(parent: subprocess.Popen[str]) -> None:
+    inject(parent.kill)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        parent.wait(5.0)
+    fired(parent.returncode == -signal.SIGKILL, "the parent is killed")
+
+
+@pytest.mark.fault
+@pytest.mark.case("C015")
+async def test_nothing_is_left_of_a_killed_peer_and_it_starts_again_at_once_on_its_port(tmp_path: Path) -> None:
+    parent, daemon, address, sockets = await asyncio.to_thread(start_parent, tmp_path)
     try:
-        assert same == address
-        await eventually(lambda: gone(daemon))
+        assert not gone(daemon)
+        kill(parent)
+        assert await soon(lambda: gone(daemon)), "the daemon outlives its parent"
+        assert sockets.exists()
     finally:
-        again.kill()
-        again.wait()
+        parent.kill()
+        parent.wait()
+    again, _, same, _ = await asyncio.to_thread(start_parent, tmp_path, address.split("/p2p/")[0])
+    again.kill()
+    again.wait()
+    assert same == address
+    assert not sockets.exists(), "the next start sweeps it"
 
 
+@pytest.mark.fault
 async def test_peer_killed_and_started_again_is_reached_on_the_same_port(opened: Opener, tmp_path: Path) -> None:
-    parent, _, address = await asyncio.to_thread(start_parent, tmp_path / "b")
+    parent, _, address, _ = await asyncio.to_thread(start_parent, tmp_path / "b")
     a = await opened("a")
     (peer,) = await a.connect_seeds([address])
     a.send(peer, Leave("before"))
-    parent.kill()
-    parent.wait()
-    parent, _, same = await asyncio.to_thread(start_parent, tmp_path / "b", address.split("/p2p/")[0])
+    try:
+        kill(parent)
+    finally:
+        parent.kill()
+        parent.wait()
+    parent, _, same, _ = await asyncio.to_thread(start_parent, tmp_path / "b", address.split("/p2p/")[0])
     try:
         assert same == address
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -380,6 +424,91 @@ async def test_a_peer_that_is_away_is_not_dialled_and_reached_once_it_is_back(op
             a.send(b.peer, Leave("back"))
             await asyncio.sleep(0.02)
     assert [why for why in dialled if "backoff" not in why] == [], "dials that lengthen libp2p's wait"
+
+
+@pytest.mark.fault
+@pytest.mark.case("C002")
+async def test_slow_is_told_apart_from_broken(opened: Opener) -> None:
+    """Four daemons and a process that never rests share one core: all start, however long it takes."""
+    cores = os.sched_getaffinity(0)
+    one = {min(cores)}
+    hog = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        inject(lambda: os.sched_setaffinity(hog.pid, one))
+        inject(lambda: os.sched_setaffinity(0, one))  # those started from here inherit it
+        before = psutil.Process(hog.pid).cpu_times().user
+        transports = await asyncio.gather(*(opened(name, daemon_start_seconds=120.0) for name in "abcd"))
+        affinities = [set(psutil.Process(t.daemon.process_id).cpu_affinity()) for t in transports if t.daemon is not None]
+        fired(affinities == [one] * 4 and len(cores) > 1, "all on one core")
+        fired(psutil.Process(hog.pid).cpu_times().user > before, "the core is busy")
+    finally:
+        hog.kill()
+        await hog.wait()
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.case("C052")
+async def test_only_tcp_is_used(opened: Opener) -> None:
+    """No UDP socket, so nothing depends on the size of UDP buffers, and nothing warns of it."""
+    caught: list[str] = []
+    a, b = await opened("a", on_warning=lambda *warning: caught.append(str(warning))), await opened("b")
+    await b.connect_seeds(a.addresses())
+    await until_sent(b, a.peer)
+    for one in (a, b):
+        assert one.daemon is not None
+        sockets = psutil.Process(one.daemon.process_id).net_connections("inet")
+        assert {kind.type for kind in sockets} == {socket.SOCK_STREAM}
+        assert "buffer" not in daemons.last_words(one.daemon._output)
+    assert caught == []
+
+
+@pytest.mark.fault
+@pytest.mark.case("C050")
+async def test_a_peer_that_resets_every_stream_costs_no_descriptors(opened: Opener) -> None:
+    """The healthy peer goes on trying, ever less often, and neither it nor its daemon holds on to what was reset."""
+    a, evil = await opened("a"), await opened("evil")
+    await a.connect_seeds(evil.addresses())
+    await until_sent(a, evil.peer)
+    resets = 0
+
+    def reset(_peer: str, stream: FrameStream) -> None:
+        nonlocal resets
+        resets += 1
+        stream.abort()
+
+    await eventually(lambda: bool(evil._incoming.get(a.peer)))
+    inject(lambda: doors_that(evil, reset))
+    for stream in tuple(evil._incoming[a.peer]):
+        stream.abort()
+
+    async def work(until: int) -> None:
+        while resets < until:
+            a.send(evil.peer, Leave("beat"))
+            with contextlib.suppress(Unreachable, TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await a.send_bulk(evil.peer, Chunk(b"", "part", "a", b"", 0, 0, 1, b"x"))
+            with contextlib.suppress(Unreachable, TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await a.request(evil.peer, Fetch("status", 0, b"", 0, 0), 0.2)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5.0):
+            await work(until=6)
+    fired(resets >= 6, "streams are reset")
+    assert a.daemon is not None
+    processes = [psutil.Process(os.getpid()), psutil.Process(a.daemon.process_id)]
+    first = [process.num_fds() for process in processes]
+    async with asyncio.timeout(60.0):
+        await work(until=24)
+    await asyncio.sleep(0.2)
+    assert [process.num_fds() <= before + 6 for process, before in zip(processes, first, strict=True)] == [True, True]
+
+
+def doors_that(transport: Libp2pTransport, reset: Callable[[str, FrameStream], None]) -> None:
+    """From now on, every stream that comes to `transport` is given to `reset`."""
+    assert transport.daemon is not None
+    for protocol in (CONTROL, BULK, REQUEST):
+        transport.daemon.handlers[protocol] = reset
 
 
 # ---------------------------------------------------------------- frames from outside
