@@ -64,7 +64,7 @@ def known_to(site: Site) -> str:
 @pytest.mark.case("C124")
 def test_any_peer_leads_into_the_run_and_nobody_has_to_stay(tmp_path: Path) -> None:
     mesh = Sites(tmp_path, ["a", "b", "c", "d"], rounds=100_000, command=LIGHT)
-    mesh.environment["LIGHT_TRAIN_SECONDS"] = "0.3"
+    mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.3", "LIGHT_PARAMETERS": "1000000"}  # enough for a rate to be measured
     a, b, c, d = mesh
     port = free_port()
     try:
