@@ -137,6 +137,8 @@ class NetSection(Section):
     """Addresses of peers to meet the run through (/ip4/.../tcp/.../p2p/ID)."""
     streams: PositiveInt = Field(default=4, le=16)
     """Parallel libp2p streams to each peer for bulk bytes."""
+    most_peers: PositiveInt = 128
+    """Other peers at one time; a further one is refused, and told so, until one of them is gone."""
     chunk_bytes: PositiveInt = Field(default=131_072, le=1_048_576)
     heartbeat_seconds: PositiveFloat = 1.0
     heartbeat_limit_seconds: PositiveFloat = 5.0

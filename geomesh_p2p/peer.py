@@ -183,6 +183,7 @@ class Peer:
         fingerprint = digest("settings", list(settings_in_words.items()))
         me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, settings_in_words)
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
+        membership.most_members = self.run.net.most_peers
         front.membership = membership
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:

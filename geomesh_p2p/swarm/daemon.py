@@ -87,7 +87,9 @@ class Daemon:
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
                 launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
-                return launcher + P2P._make_process_args(*args, **kwargs)
+                # libp2p closes connections beyond its marks: room for each peer twice, and for as many strangers
+                marks = {"connLo": max(256, 4 * net.most_peers), "connHi": max(512, 8 * net.most_peers)}
+                return launcher + P2P._make_process_args(*args, **kwargs, **marks)
 
             async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
                 while True:

@@ -22,7 +22,7 @@ from geomesh_p2p.core.messages import Heartbeat, Hello, Refused
 from geomesh_p2p.core.types import Founding, PeerId
 
 MOST_MEMBERS = 512
-"""Known at one time; one that was not heard for long gives way to a newcomer."""
+"""Known at one time, if nothing else is set; one that is not heard gives way to a newcomer."""
 REMEMBERED = 512
 """Strangers, of each kind: greeted, refused, refusing."""
 FORGET_SECONDS = 600.0
@@ -92,6 +92,7 @@ class Membership:
         self.me = me
         self.admission = admission
         self.limit_seconds = limit_seconds
+        self.most_members = MOST_MEMBERS
         self.known: dict[PeerId, Acquaintance] = {}
         self.refused: OrderedDict[PeerId, str] = OrderedDict()
         self.refused_by: OrderedDict[PeerId, Refused] = OrderedDict()
@@ -195,12 +196,13 @@ class Membership:
         return plausible(sender, beat)
 
     def _make_room(self, now: float) -> bool:
-        """Whether one more peer can be known; those not heard for long are forgotten."""
-        if len(self.known) < MOST_MEMBERS:
-            return True
-        for peer in [peer for peer, known in self.known.items() if now - known.heard_at > FORGET_SECONDS]:
-            del self.known[peer]
-        return len(self.known) < MOST_MEMBERS
+        """Whether one more peer can be known: of those not heard, the one heard longest ago is forgotten for it."""
+        while len(self.known) >= self.most_members:
+            oldest = min(self.known.values(), key=lambda known: known.heard_at)
+            if now - oldest.heard_at <= self.limit_seconds:
+                return False
+            del self.known[oldest.peer]
+        return True
 
     def heard(self, sender: PeerId, now: float) -> bool:
         acquaintance = self.known.get(sender)
@@ -235,7 +237,7 @@ class Membership:
         if not SITE_NAME.fullmatch(hello.site):
             return f"site.name {hello.site[:40]!r} is none: small letters, digits and hyphens, at most 32", True
         if sender not in self.known and not self._make_room(now):
-            return f"{MOST_MEMBERS} peers are known already", False
+            return f"{self.me.site} has as many peers as it may have (net.most_peers is {self.most_members}): raise that", False
         if hello.site == self.me.site:
             return f"site.name {hello.site!r} is taken by {self.me.peer}: give this site another", True
         for other in self.live(now):

@@ -14,6 +14,7 @@ LIGHT = Path(__file__).parents[2] / "benchmarks" / "light_peer.py"
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.case("C051")
 def test_sixteen_peers_commit_twenty_rounds(tmp_path: Path) -> None:
     names = [f"p{i:02}" for i in range(16)]
     mesh = Sites(tmp_path, names, rounds=20, inner_steps=1, command=[sys.executable, str(LIGHT)])

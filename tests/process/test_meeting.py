@@ -105,3 +105,21 @@ def test_any_peer_leads_into_the_run_and_nobody_has_to_stay(tmp_path: Path) -> N
         assert verify([str(mesh.folder / "runs" / "tiny")]) == 0
     finally:
         mesh.stop()
+
+
+@pytest.mark.case("C051")
+def test_one_peer_more_than_allowed_is_told_the_setting(tmp_path: Path) -> None:
+    mesh = Sites(tmp_path, ["a", "b", "c"], rounds=100_000, command=LIGHT)
+    a, b, c = mesh
+    try:
+        address = start(a, "--net.most_peers", "1", first=True)
+        start(b, "--bootstrap", address)
+        until(lambda: b.round >= 1, "a round of a and b")
+        start(c, "--bootstrap", address)
+        assert c.process is not None
+        assert c.process.wait(60) == 5
+        (line,) = (line for line in c.log().splitlines() if line.startswith("geomesh: "))
+        assert "a has as many peers as it may have (net.most_peers is 1): raise that" in line
+        assert all(len(note["view"]) <= 2 for note in a.history("commit"))
+    finally:
+        mesh.stop()
