@@ -1,6 +1,7 @@
 # setup   everything into .venv (PYTHON, TORCH_SPEC and pip's own variables are honoured)
 # demo    four unequal sites train one model on this machine; writes runs/demo/report.json
 # test    the fast tests          test-all  every test          lint  style, types, import law
+# soak    hours of random faults, joins and leaves; resumable
 # bench-micro  codec, loop and transport, as ratios
 
 BIN := .venv/bin
@@ -39,5 +40,9 @@ lint: setup
 bench-micro: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-test-compose soak bench:
+#: Hours of it: see tests/soak/__main__.py. Stopped, it goes on where it was; SOAK="--stage plain --rounds 500" chooses.
+soak: setup
+	$(BIN)/python -m tests.soak $(SOAK)
+
+test-compose bench:
 	@echo "make $@: not part of this release" >&2; exit 2

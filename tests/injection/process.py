@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.process.sites import Site, Sites
 
 ROWS = "GEOMESH_TEST_ROWS"   # the folder of rows
+TELL_SIZES = "GEOMESH_TEST_SIZES"   # 1: a peer tells the sizes of its tables
 OWN_KINDS = ("hold_gil", "crash", "stall", "mark")
 
 

@@ -164,9 +164,11 @@ class Network:
         cuts = {(a, b): rule for one in sets for other in sets if one is not other for a in one for b in other}
         self._ask(lambda: self._set({**self._rules, **cuts}))
 
-    def heal(self) -> None:
-        """All rules are gone."""
-        self._ask(lambda: self._set({}))
+    def heal(self, *names: str) -> None:
+        """All rules about these peers (of all, if none is named) are gone."""
+        self._ask(
+            lambda: self._set({} if not names else {k: r for k, r in self._rules.items() if not set(k) & set(names)})
+        )
 
     def reset(self, one: str = ANYBODY, other: str = ANYBODY) -> int:
         """Reset the connections that are open now between the two; how many there were."""

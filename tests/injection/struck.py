@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
+import json
 import os
 import resource
 import signal
@@ -28,10 +30,11 @@ from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core.ports import InnerResult
 from geomesh_p2p.core.types import Assignment, Plan
 from geomesh_p2p.engine.checkpoint import Snapshots
+from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.session import Session
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection import clock
-from tests.injection.process import ROWS, Row, waiting_rows
+from tests.injection.process import ROWS, TELL_SIZES, Row, waiting_rows
 from tests.injection.script import Moment
 
 FLUSH_SECONDS = 0.1  # so that what was sent before a moment has left the process
@@ -44,6 +47,7 @@ class Hooks:
         self.folder: Path | None = None
         self.session: Session | None = None
         self.transport: Libp2pTransport | None = None
+        self.directory: Directory | None = None
         self.flips = 0                  # bulk chunks yet to be damaged
         self.answers_late = 0.0
         self.nan = False
@@ -187,6 +191,65 @@ class StruckSession(Session):
         return await super().answer(sender, fetch)
 
 
+    async def run(self) -> None:
+        telling = asyncio.ensure_future(tell_sizes())
+        try:
+            await super().run()
+        finally:
+            telling.cancel()
+
+
+class StruckDirectory(Directory):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        hooks.directory = self
+
+
+# What might grow: name, and where it is found from the hooks. What is not there (any more) is not told.
+SIZES = {
+    "known": "session.around.membership.known",
+    "greeted": "session.around.membership._greeted",
+    "refused": "session.around.membership.refused",
+    "replica_peers": "session.replica.s.peers",
+    "remotes": "transport._remotes",
+    "met": "transport._met_peers",
+    "incoming_peers": "transport._incoming",
+    "links_rtt": "transport.links._rtt",
+    "links_rate": "transport.links._rate",
+    "bodies": "session.desk._bodies",
+    "session_tasks": "session._tasks",
+    "transport_tasks": "transport._tasks",
+    "directory_seen": "directory._seen",
+    "directory_introduced": "directory._introduced",
+    "log_rounds": "session.replica.log.state",
+}
+
+
+async def tell_sizes(seconds: float = 2.0) -> None:
+    """Writes the sizes of this peer's tables beside its history, if it is asked to."""
+    if os.environ.get(TELL_SIZES) != "1":
+        return
+    assert hooks.session is not None
+    path = Path(hooks.session.around.store.folder) / "sizes.json"  # type: ignore[attr-defined]
+    while True:
+        gc.collect()
+        sizes = {"tasks": len(asyncio.all_tasks()), "objects_thousand": len(gc.get_objects()) / 1000}
+        for name, where in SIZES.items():
+            found: Any = hooks
+            for part in where.split("."):
+                found = getattr(found, part, None)
+            if hasattr(found, "__len__"):
+                sizes[name] = len(found)
+        node = getattr(hooks.directory, "_node", None)
+        if node is not None:
+            records = [entry for _, entry in node.protocol.storage.items()]
+            sizes["directory_records"] = sum(len(getattr(entry.value, "data", [0])) for entry in records)
+            sizes["directory_nodes"] = len(node.protocol.routing_table.peer_id_to_uid)
+        path.with_suffix(".new").write_text(json.dumps(sizes))
+        os.replace(path.with_suffix(".new"), path)
+        await asyncio.sleep(seconds)
+
+
 class StruckTransport(Libp2pTransport):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -231,8 +294,8 @@ def light_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]
 
 
 def run() -> int:
-    for name, part in (("Session", StruckSession), ("Libp2pTransport", StruckTransport), ("Snapshots", StruckSnapshots)):
-        setattr(peers, name, part)
+    for part in (StruckSession, StruckTransport, StruckSnapshots, StruckDirectory):
+        setattr(peers, part.__mro__[1].__name__, part)  # in place of what it is made of
     if ROWS in os.environ:
         hooks.folder = Path(os.environ[ROWS])
     return main(sys.argv[1:], make_engine=light_engine)
