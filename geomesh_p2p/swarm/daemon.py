@@ -227,7 +227,12 @@ class Daemon:
         ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        stream.expect_preface(answered.set_result)
+
+        def heard(packed: bytes) -> None:
+            if not answered.done():  # whoever asked may have given up in the meantime
+                answered.set_result(packed)
+
+        stream.expect_preface(heard)
 
         def closed() -> None:
             if not answered.done():
@@ -240,6 +245,7 @@ class Daemon:
             stream.write_raw(delimited(request.SerializeToString()))
             answer = p2pd_pb2.Response.FromString(await answered)
         except BaseException as error:
+            answered.cancel()  # nobody waits for it any more
             stream.abort()
             if isinstance(error, OSError):
                 raise Unreachable(f"the daemon does not answer: {error}") from None
