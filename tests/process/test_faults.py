@@ -10,60 +10,24 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from geomesh_p2p.lab.verify import main as verify
-from tests.injection.process import Faults, gone, kill, pause, stopped, wake
+from tests.injection.process import gone, kill, pause, stopped, wake
 from tests.injection.proof import fired, inject, injecting
 from tests.injection.proxy import Network, family
 from tests.injection.script import LAST, At, Fault, Phase
-from tests.process.sites import LIGHT, Sites, complaints, until
+from tests.process.ground import LEASE_SECONDS, Ground, ground_of, struck_down
+from tests.process.sites import until
 
 pytestmark = [pytest.mark.timeout(300)]
-LEASE_SECONDS = 3.3  # net.heartbeat_limit_seconds + net.heartbeat_seconds of these meshes
-
-
-@dataclass
-class Ground:
-    """Where it happens."""
-
-    mesh: Sites
-    network: Network
-    faults: Faults
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    with Network() as network:
-        mesh = Sites(tmp_path_factory.mktemp("faults"), ["a", "b", "c", "d"], rounds=100_000, command=LIGHT, network=network)
-        mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.2"}
-        faults = Faults(mesh)
-        try:
-            mesh.start()
-            mesh.together()
-            yield Ground(mesh, network, faults)
-        finally:
-            mesh.stop()
-
-
-def struck_down(ground: Ground, at: At) -> tuple[str, int]:
-    """Whoever reaches `at` is killed there and started again: (its name, the round), once the others have gone on without it
-    and all are together again."""
-    mesh, row = ground.mesh, ground.faults.arm(at, Fault("kill"))
-    victim = ground.faults.victim(row, until)
-    fired(victim is not None and victim.process is not None and victim.process.wait(30) == -signal.SIGKILL, f"kill: {at}")
-    assert victim is not None
-    victim.process = None
-    claim = ground.faults.claim(row)
-    assert claim is not None
-    others = [site for site in mesh if site is not victim]
-    mesh.advance(2, others)
-    assert any(victim.peer not in note["view"] for note in others[0].history("commit")[-3:]), "the kill went unnoticed"
-    victim.start()
-    mesh.together()
-    return victim.name, claim["round"]
+    with ground_of(tmp_path_factory.mktemp("faults")) as ground:
+        yield ground
 
 
 @pytest.mark.fault
@@ -182,10 +146,6 @@ def test_and_nothing_was_lost(ground: Ground) -> None:
     """In good order to the end: exit codes, the checker over all histories, and no peer had a bug to report."""
     mesh = ground.mesh
     pids = [pid for site in mesh if site.process is not None for pid in family(site.process.pid) if pid != os.getpid()]
-    mesh.terminate()
-    assert mesh.exit_codes() == [0, 0, 0, 0]
+    assert ground.in_good_order() == []
     assert all(gone(pid) for pid in pids), "helpers end with their peers"
-    digests = mesh.digests()
-    assert len(digests) == len({round for round, _ in digests})
     assert verify([str(mesh.folder / "runs" / "tiny")]) == 0
-    assert [line for line in complaints(mesh) if "cannot be written" not in line] == []
