@@ -70,6 +70,10 @@ class Transport(Protocol):
         """Addresses under which `peer` may be dialled from now on (the newest replace the older)."""
         ...
 
+    def forget(self, peer: PeerId) -> None:
+        """`peer` has been gone for long: drop whatever is kept for it. Should it come back, it is a new acquaintance."""
+        ...
+
     def traffic(self) -> "dict[PeerId, PeerTraffic]":
         """Bytes by remote since the start, counted at the stream boundary."""
         ...

@@ -277,6 +277,11 @@ class Timing:
     leave_seconds: float = 30.0
     max_attempts: int = 5
 
+    @property
+    def forget_seconds(self) -> float:
+        """A peer that is no voter and was not heard for this long is not kept in mind: it is met again if it comes back."""
+        return max(20 * self.heartbeat_limit_seconds, 60.0)
+
 
 @dataclass(frozen=True)
 class Rules:

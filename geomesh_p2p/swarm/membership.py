@@ -11,7 +11,7 @@ import hmac
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -203,6 +203,15 @@ class Membership:
                 return False
             del self.known[oldest.peer]
         return True
+
+    def forget_gone(self, now: float, seconds: float, keep: Collection[PeerId]) -> list[PeerId]:
+        """Those that were not heard for `seconds` and are not to be kept: known no longer. Should one come back, it is greeted
+        as when it first came."""
+        gone = [known.peer for known in self.known.values() if now - known.heard_at > seconds and known.peer not in keep]
+        for peer in gone:
+            del self.known[peer]
+            self._greeted.pop(peer, None)
+        return gone
 
     def heard(self, sender: PeerId, now: float) -> bool:
         acquaintance = self.known.get(sender)

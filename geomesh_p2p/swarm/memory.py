@@ -328,6 +328,9 @@ class MemoryTransport:
     def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
         pass
 
+    def forget(self, peer: PeerId) -> None:
+        self._traffic.pop(peer, None)
+
     def traffic(self) -> dict[PeerId, PeerTraffic]:
         return {peer: replace(traffic) for peer, traffic in self._traffic.items()}
 

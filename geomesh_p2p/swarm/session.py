@@ -205,12 +205,19 @@ class Session:
             for acquaintance in list(self.around.membership.known.values()):
                 self.around.transport.send(acquaintance.peer, self._heartbeat())
             self._show_members()
+            self._forget_gone()
             try:
                 async with asyncio.timeout(self.replica.s.timing.heartbeat_seconds):
                     await self._beat_now.wait()
                 await asyncio.sleep(0.005)  # several reasons to beat at once are one
             except TimeoutError:
                 pass
+
+    def _forget_gone(self) -> None:
+        """Peers that come and go leave nothing behind."""
+        members, seconds = self.around.membership, self.replica.s.timing.forget_seconds
+        for peer in members.forget_gone(self.around.clock(), seconds, self.replica.view):
+            self.around.transport.forget(peer)
 
     def _heartbeat(self) -> msg.Heartbeat:
         step = self.book.last_step_report

@@ -234,6 +234,14 @@ class Libp2pTransport:
         """Emulate this way to `peer` from now on."""
         self._remote(peer).shaper.shape = shape
 
+    def forget(self, peer: PeerId) -> None:
+        for stream in tuple(self._incoming.get(peer, ())):
+            stream.abort()
+        if (remote := self._remotes.pop(peer, None)) is not None:
+            remote.close()
+        self._met_peers.pop(peer, None)
+        self.links.forget(peer)
+
     def traffic(self) -> dict[PeerId, PeerTraffic]:
         return {peer: replace(remote.traffic) for peer, remote in self._remotes.items()}
 

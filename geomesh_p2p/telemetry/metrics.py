@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -69,6 +70,7 @@ TIMED_PHASES = ("compute", "data_wait", "straggler_idle", "wan_idle", "codec", "
 REPLAN_REASONS = ("attempt", "members", "topology", "batch", "steps")
 DIGEST_MISMATCH = "digest_mismatch"
 MAX_REASONS = 32
+MAX_GONE = 128
 
 
 class Metrics:
@@ -83,7 +85,8 @@ class Metrics:
         }
         ProcessCollector(namespace="geomesh", registry=self.registry)
         self._remotes: set[str] = set()
-        self._gone: set[str] = set()  # remotes that were lost: what still comes in about them counts for nothing
+        # Remotes that were lost, the newest of them: what still comes in about them counts for nothing.
+        self._gone: OrderedDict[str, None] = OrderedDict()
         self._warned: set[str] = set()
         self._plan: Plan | None = None
         self._saved_at: float | None = None
@@ -135,7 +138,8 @@ class Metrics:
             case seen.MembersChanged():
                 self._of("members").set(len(event.sites))
                 self._of("term").set(event.term)
-                self._gone -= set(event.sites)
+                for site in event.sites:
+                    self._gone.pop(site, None)
                 for remote in self._remotes - set(event.sites):
                     self._forget(remote)
             case seen.PeerJoined():
@@ -219,7 +223,9 @@ class Metrics:
     def _forget(self, remote: str) -> None:
         """A lost remote's series go; should it come back, they begin again at zero."""
         self._remotes.discard(remote)
-        self._gone.add(remote)
+        self._gone[remote] = None
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
         for name, (_, labels, _) in TABLE.items():
             if "remote" in labels:
                 self._all[name].remove_by_labels({"remote": remote})

@@ -239,3 +239,22 @@ async def test_a_crowd_of_control_messages_drops_the_oldest(mesh: Mesh) -> None:
     for number in range(3000):
         a.transport.send(stranger, Leave(str(number)))
     assert a.transport.traffic()[stranger].dropped >= 3000 - 1024
+
+
+async def test_a_forgotten_peer_leaves_nothing_and_may_come_back(mesh: Mesh) -> None:
+    a, b = await pair(mesh)
+    a.transport.send(b.peer, Leave("before"))
+    await b.until(lambda: len(b.heard) == 1)
+    b.transport.send(a.peer, Leave("before"))
+    await a.until(lambda: len(a.heard) == 1)
+    a.transport.forget(b.peer)
+    a.transport.forget(mesh.stranger())
+    assert b.peer not in a.transport.traffic()
+    a.transport.learn(b.peer, b.transport.addresses() if hasattr(b.transport, "addresses") else ())
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(b.heard) < 2 or len(a.heard) < 2:
+            a.transport.send(b.peer, Leave("again"))
+            b.transport.send(a.peer, Leave("again"))
+            await asyncio.sleep(0.05)
+    assert b.heard[1] == (a.peer, Leave("again"))
+    assert a.heard[1] == (b.peer, Leave("again"))

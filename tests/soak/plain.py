@@ -46,7 +46,8 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
             if round >= next_sample:
                 next_sample = round + SAMPLE_EVERY_ROUNDS
                 if round % (10 * SAMPLE_EVERY_ROUNDS) < SAMPLE_EVERY_ROUNDS:
-                    print(f"   round {round}: {outcome.joins} joins, {outcome.leaves} leaves, {outcome.kills} kills", flush=True)
+                    counts = f"{outcome.joins} joins, {outcome.leaves} leaves, {outcome.kills} kills"
+                    print(f"   round {round}: {counts}", flush=True)
                 for site in stayers:
                     for key, value in sample(site).items():
                         points[f"{site.name} {key}"].append((round, value))
