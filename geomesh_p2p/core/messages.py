@@ -169,7 +169,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class Fetch:
-    """`what` is update | held | snapshot | founding | status | clock; `round`, `offset` and `length` choose the bytes."""
+    """`what` is update | header | held | manifest | snapshot | founding | status | clock; `round`, `offset` and `length` choose
+    the bytes. A `header` is an update without its body; a `manifest` that of the newest snapshot up to `round` (0: of any)."""
 
     what: str
     round: int
@@ -189,6 +190,15 @@ class Fetched:
     total: int
     data: bytes
     hint: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """In the header of a Fetched that found nothing: a donor that gives to as many as it can. Ask again after so many seconds,
+    or somebody else at once."""
+
+    seconds: float
+    elsewhere: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ class Store(Protocol):
 
     def read_update(self, round: int) -> tuple[Update, bytes] | None: ...
 
+    def read_header(self, round: int) -> Update | None:
+        """The update without its body; None if it is not here, or not to be read."""
+        ...
+
     def rounds(self) -> range:
         """Rounds whose updates are on disk (contiguous)."""
         ...
@@ -151,6 +155,10 @@ class SnapshotReceiver(Protocol):
 
     def finish(self) -> None: ...
 
+    def close(self) -> None:
+        """Stop for now; what was received stays."""
+        ...
+
 
 class SnapshotStore(Protocol):
     """The snapshots of one peer; every write is published only once it is whole and checked. Raises OSError, DataError."""
@@ -178,7 +186,17 @@ class SnapshotStore(Protocol):
         """A manifest that another peer sent. Raises ValueError."""
         ...
 
-    def receive(self, manifest: Any) -> SnapshotReceiver: ...
+    def receive(self, manifest: Any) -> SnapshotReceiver:
+        """Go on with (or begin) receiving what `manifest` describes."""
+        ...
+
+    def receiving(self) -> list[int]:
+        """Rounds of which a snapshot was received in part, ascending."""
+        ...
+
+    def forget_received(self) -> None:
+        """Drop what was received in part."""
+        ...
 
     def read_chunk(self, round: int, offset: int, length: int) -> bytes: ...
 

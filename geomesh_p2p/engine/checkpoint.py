@@ -138,6 +138,16 @@ class DiskStore:
             raise damaged(path)
         return update, found[1]
 
+    def read_header(self, round: int) -> Update | None:
+        """The update without its body, which is not checked; None if it is not here, or not to be read."""
+        try:
+            kind, header, _ = read_record(self._path(round), with_body=False)
+            found: Any = unpack(_TYPES[kind], header)
+        except (FileNotFoundError, DataError, ValueError, KeyError):
+            return None
+        update = found.update if isinstance(found, Held) else found
+        return update if isinstance(update, Update) and update.round == round else None
+
     def rounds(self) -> range:
         """Rounds on disk without a gap up to the newest; empty before the first commit."""
         present = self._present()

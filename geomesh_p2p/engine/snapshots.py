@@ -266,15 +266,24 @@ class Snapshots:
     # ------------------------------------------------------------ receiving
 
     def receive(self, manifest: Manifest) -> Receiver:
-        """Goes on with (or begins) receiving the snapshot that `manifest` describes; others begun before are dropped."""
+        """Goes on with (or begins) receiving the snapshot that `manifest` describes. Of those begun before, one is kept."""
         aside = self.folder / f"snapshot-{manifest.round}{RECEIVED}"
-        for path in self.folder.glob(f"snapshot-*{RECEIVED}"):
-            if path != aside:
-                shutil.rmtree(path)
         if not aside.exists():
+            for round in self.receiving()[:-1]:
+                shutil.rmtree(self.folder / f"snapshot-{round}{RECEIVED}")
             require_space(self.folder, manifest.size_bytes)
             aside.mkdir()
         return Receiver(aside, manifest, self._publish)
+
+
+    def receiving(self) -> list[int]:
+        """Rounds of which a snapshot was received in part, ascending."""
+        names = (_NAME.fullmatch(path.name.removesuffix(RECEIVED)) for path in self.folder.glob(f"snapshot-*{RECEIVED}"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def forget_received(self) -> None:
+        """Drops what was received in part."""
+        self._delete(f"snapshot-*{RECEIVED}")
 
 
 class Receiver:

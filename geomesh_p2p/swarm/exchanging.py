@@ -48,6 +48,7 @@ class ExchangeDesk:
         self._inbox = ExchangeInbox(setup.inbox_bytes)
         self._current: Exchange | None = None
         self._bodies: dict[Digest, Body] = {}
+        self._sending: Digest | None = None
         self._part_residual = PartResidual(setup.codec) if setup.codec.settings.residual else None
 
     # ---------------------------------------------------------------- the exchange
@@ -71,7 +72,7 @@ class ExchangeDesk:
         """End the exchange (of `plan`, if given)."""
         exchange = self._current
         if exchange is not None and plan in (None, exchange.plan.digest):
-            self._current = None
+            self._current = self._sending = None
             self._inbox.close(exchange.plan.digest)
             await exchange.stop(reason)
 
@@ -91,6 +92,12 @@ class ExchangeDesk:
             share = self._share(exchange.plan)
             residual = self._part_residual.of(share) if self._part_residual is not None and share is not None else None
             exchange.contribute(local.contribution, local.payload, residual)
+            self._sending = plan
+
+    @property
+    def sending(self) -> bool:
+        """Whether this peer's bytes for a round are on their way: from its contribution to the round's commit."""
+        return self._sending is not None
 
     def _share(self, plan: Plan) -> Range | None:
         """This peer's share as a reducer."""
@@ -125,6 +132,7 @@ class ExchangeDesk:
     def committed(self, update: Update) -> None:
         """Bodies are on disk or void from now on."""
         self._bodies.clear()
+        self._sending = None
         if self._part_residual is not None:
             self._part_residual.committed(update.body)
 

@@ -39,9 +39,10 @@ from geomesh_p2p.core.ports import (
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Term, Update
 from geomesh_p2p.swarm.catching_up import CatchingUp
-from geomesh_p2p.swarm.donor import Donor, Fetcher
+from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import Assembly
 from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSetup
+from geomesh_p2p.swarm.fetching import Fetcher
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.rounds import RoundBook
@@ -96,7 +97,9 @@ class Session:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         ears = DeskListeners(self._assembled, self._lost, self._refused, self.fail)
         self.desk = ExchangeDesk(profile.peer, around.transport, around.store, exchange, ears)
-        self._donor, self._fetcher = Donor(around.store, around.snapshots), Fetcher(around.transport)
+        view = DonorView(lambda: self.desk.sending, self._equals, lambda peer: self._rates().get(peer))
+        self.donor = Donor(around.store, around.snapshots, view, clock=around.clock)
+        self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
         self._tasks: set[asyncio.Task[None]] = set()
         self._agreement: tuple[Digest, tuple[tuple[PeerId, Agreement], ...]] = (b"", ())
@@ -139,7 +142,7 @@ class Session:
         """State is for members only: a stranger learns nothing."""
         if not self.around.membership.admitted(sender):
             return msg.Fetched(False, b"", 0, 0, b"", 0)
-        return await self._donor.answer(fetch)
+        return await self.donor.answer(sender, fetch)
 
     def receive(self, sender: PeerId, message: msg.Message) -> None:
         """Every message of the transport; called in the event loop."""
@@ -384,6 +387,18 @@ class Session:
         self.around.observe(obs.CaughtUpTo(reached, reached - log.round, self.around.clock() - begun))
         self._put(ev.CaughtUp(tuple(updates), adopted))
         self._end_if_over(reached)
+
+    def _is_heard(self, peer: PeerId) -> bool:
+        return any(acquaintance.peer == peer for acquaintance in self.around.membership.live(self.around.clock()))
+
+    def _equals(self) -> tuple[PeerId, ...]:
+        """Those who have at least what this peer has: a joiner may ask them too."""
+        s = self.replica.s
+        return tuple(sorted(peer for peer, seen in s.peers.items() if seen.beat.round >= s.round and s.alive(peer)))
+
+    def _bad_donor(self, peer: PeerId, what: str) -> None:
+        said = f"{self.around.membership.site_of(peer)}: {what}; it is left out as a donor"
+        self.around.observe(obs.Warned("bad_donor", said))
 
     # ---------------------------------------------------------------- the exchange
 
