@@ -2,7 +2,8 @@
 
 When asked, a peer answers from its disk, in a thread, with at most one slice: always with what is committed and saved, also
 while it trains or exchanges. Snapshots are large, so they are rationed: a donor gives them to a few clients at a time and
-sends the others elsewhere, and while its own exchange is under way they get a small share of the link.
+sends the others elsewhere. What it gives is paced in small slices, so that little of it is ahead of the bytes of an exchange
+that begins; while one is under way clients get a small share of the link.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from geomesh_p2p.core.canonical import pack
@@ -21,6 +22,7 @@ from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import DataError
 
 SLICE_BYTES = 1 << 20
+LEAST_SLICE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,23 @@ class DonorLimits:
     clients: int = 2
     client_seconds: float = 5.0
     busy_seconds: float = 3.0
+    slice_seconds: float = 0.25
+    """What a slice may take on the link."""
+    idle_share: float = 0.8
     exchange_share: float = 0.1
-    """Share of the link while this peer's own exchange is under way."""
-    unmeasured_bytes_per_second: float = 4e6
-    """What a link is taken for that was not measured yet."""
+    """Shares of the link that clients get, the second one while this peer's own exchange is under way."""
+    unmeasured_bytes_per_second: float = 1e6
+    """What the link is taken for as long as it was not measured."""
 
 
 @dataclass(frozen=True)
 class DonorView:
-    """What a donor knows of its peer: whether its exchange is under way, whom else to ask, how fast the link to another is
-    (None: not measured)."""
+    """What a donor knows of its peer: whether its exchange is under way, whom else to ask, how fast it can send (bytes a
+    second; None: not measured)."""
 
     exchanging: Callable[[], bool] = lambda: False
     elsewhere: Callable[[], Sequence[PeerId]] = tuple
-    rate: Callable[[PeerId], float | None] = lambda peer: None
+    rate: Callable[[], float | None] = lambda: None
 
 
 class Donor:
@@ -68,9 +73,11 @@ class Donor:
         self._reading = asyncio.Lock()
 
     async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
-        if fetch.what == "snapshot" and (busy := await self._ration(sender, min(fetch.length, SLICE_BYTES))) is not None:
-            self.turned_away += 1
-            return Fetched(False, pack(busy), 0, 0, b"", 0)
+        if fetch.what == "snapshot":
+            fetch = replace(fetch, length=min(fetch.length, self._slice_bytes()))
+            if (busy := await self._ration(sender, fetch.length)) is not None:
+                self.turned_away += 1
+                return Fetched(False, pack(busy), 0, 0, b"", 0)
         async with self._reading:
             try:
                 fetched = await asyncio.to_thread(self._answer, fetch)
@@ -89,19 +96,23 @@ class Donor:
         if sender not in self._clients and len(self._clients) >= limits.clients:
             return self._busy(sender, limits.busy_seconds)
         self._clients[sender] = now
-        if not self._view.exchanging():
-            return None
         begins = max(now, self._next_at)
         if begins - now > limits.busy_seconds:
             return self._busy(sender, begins - now)
-        rate = self._view.rate(sender) or limits.unmeasured_bytes_per_second
-        self._next_at = begins + size / (limits.exchange_share * rate)
-        while self._view.exchanging() and (wait := begins - self._clock()) > 0:  # noqa: ASYNC110 (a rate has no event)
+        exchanging = self._view.exchanging()
+        self._next_at = begins + size / ((limits.exchange_share if exchanging else limits.idle_share) * self._rate())
+        while exchanging == self._view.exchanging() and (wait := begins - self._clock()) > 0:  # noqa: ASYNC110 (a rate)
             await asyncio.sleep(min(wait, 0.2))
-        if not self._view.exchanging():
-            self._next_at = float("-inf")
+        if exchanging and not self._view.exchanging():
+            self._next_at = self._clock()
         self._clients[sender] = self._clock()
         return None
+
+    def _rate(self) -> float:
+        return self._view.rate() or self._limits.unmeasured_bytes_per_second
+
+    def _slice_bytes(self) -> int:
+        return max(LEAST_SLICE_BYTES, min(SLICE_BYTES, int(self._rate() * self._limits.slice_seconds)))
 
     def _busy(self, sender: PeerId, seconds: float) -> Busy:
         return Busy(seconds, tuple(peer for peer in self._view.elsewhere() if peer != sender))

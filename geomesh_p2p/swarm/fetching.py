@@ -28,7 +28,7 @@ Fault = Callable[[PeerId, str], None]
 
 class Fetcher:
     """Gets state from other peers. `alive` says whether a peer is still heard of; `fault` hears of a source whose bytes do not
-    fit, in words."""
+    fit, in words; `donors` are all that may have a snapshot, as far as this peer knows by now."""
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class Fetcher:
         slice_timeout_seconds: float = 15.0,
         alive: Callable[[PeerId], bool] = lambda peer: True,
         fault: Fault = lambda peer, text: None,
+        donors: Callable[[], Sequence[PeerId]] = tuple,
     ) -> None:
         self.transport = transport
         self.slice_timeout_seconds = slice_timeout_seconds
         self.alive = alive
         self.fault = fault
+        self.donors = donors
 
     async def body(self, source: PeerId, what: str, round: int, seal: bytes = b"") -> tuple[bytes, bytes] | None:
         """(header, whole body) from one source; None if it does not have it. Raises Unreachable."""
@@ -134,15 +136,25 @@ class _Download:
         self._fetcher, self._round, self._receiver, self._sources = fetcher, round, receiver, list(sources)
         self._wanted: list[Range] = receiver.missing()
         self._under_way: dict[Range, set[PeerId]] = {}
+        self._begun: dict[tuple[PeerId, Range], bytes] = {}
         self._group = asyncio.TaskGroup()
+        self._lanes: list[asyncio.Task[None]] = []
         self._progress_at = asyncio.get_running_loop().time()
 
     async def run(self) -> bool:
         async with asyncio.TaskGroup() as group:
+            self._lanes = [group.create_task(self._from(source)) for source in self._sources]
             self._group = group
-            for source in self._sources:
-                group.create_task(self._from(source))
+            while any(not lane.done() for lane in self._lanes):
+                self._also(self._fetcher.donors())  # a joiner knows few others when it begins
+                await asyncio.wait(self._lanes, timeout=LOOK_SECONDS)
         return not self._receiver.missing()
+
+    def _also(self, peers: Sequence[PeerId]) -> None:
+        for peer in peers:
+            if peer not in self._sources and self._fetcher.alive(peer):
+                self._sources.append(peer)
+                self._lanes.append(self._group.create_task(self._from(peer)))
 
     def _next(self, source: PeerId) -> Range | None:
         if self._wanted:
@@ -187,20 +199,32 @@ class _Download:
             self._wanted.insert(0, piece)
 
     async def _take(self, source: PeerId, piece: Range) -> float:
-        """One piece, checked and written; how long to wait if the source is busy. Raises Unreachable, DataError."""
-        got = await self._fetcher._request(source, Fetch("snapshot", self._round, b"", piece.start, len(piece)))
-        if not got.found:
-            if not got.header:
-                raise Unreachable(f"{source} has no snapshot of round {self._round}")
-            try:
-                busy = unpack(Busy, got.header)
-            except RecordError:
-                raise Unreachable(f"{source} answers nonsense") from None
-            for peer in busy.elsewhere[:MAX_SENT_ELSEWHERE]:
-                if peer not in self._sources and self._fetcher.alive(peer):
-                    self._sources.append(peer)
-                    self._group.create_task(self._from(peer))
-            return min(max(0.1, busy.seconds), LONGEST_BUSY_SECONDS)
-        if piece in self._under_way:  # nobody else was faster
-            await asyncio.to_thread(self._receiver.write, piece.start, got.data)
+        """One piece, in as many slices as the source makes of it, checked and written; how long to wait if the source is busy.
+        Raises Unreachable, DataError."""
+        begun = self._begun.pop((source, piece), b"")
+        while len(begun) < len(piece):
+            got = await self._fetcher._request(
+                source, Fetch("snapshot", self._round, b"", piece.start + len(begun), len(piece) - len(begun))
+            )
+            if not got.found:
+                if got.header and begun:
+                    self._begun[source, piece] = begun
+                return self._busy(source, got)
+            if not got.data:
+                raise Unreachable(f"{source} sends nothing of the snapshot of round {self._round}")
+            begun += got.data
+            if piece not in self._under_way:  # somebody else was faster
+                return 0.0
+        await asyncio.to_thread(self._receiver.write, piece.start, begun)
         return 0.0
+
+    def _busy(self, source: PeerId, answer: Fetched) -> float:
+        """How long to wait for `source`. Whoever it names instead is asked too, if this peer knows it."""
+        if not answer.header:
+            raise Unreachable(f"{source} has no snapshot of round {self._round}")
+        try:
+            busy = unpack(Busy, answer.header)
+        except RecordError:
+            raise Unreachable(f"{source} answers nonsense") from None
+        self._also(busy.elsewhere[:MAX_SENT_ELSEWHERE])
+        return min(max(0.1, busy.seconds), LONGEST_BUSY_SECONDS)

@@ -130,10 +130,19 @@ class _Way:
     control: deque[_Entry] = field(default_factory=deque)
 
 
+@dataclass
+class _Uplink:
+    """What all directions from one peer share."""
+
+    bytes_per_second: float
+    free_at: float = 0.0
+
+
 class Network:
     """Links and faults. Peers are named by their ids; a pair without settings of its own has the network's."""
 
     WINDOW_BYTES = 512 * 1024       # what a sender may have under way in bulk before send_bulk waits
+    LARGE_ANSWER_BYTES = 16 * 1024  # an answer of this size travels as bulk does
     CONTROL_QUEUE = 1024            # control messages under way in one direction; the oldest is dropped beyond
 
     def __init__(
@@ -149,6 +158,7 @@ class Network:
         self._ways: dict[tuple[PeerId, PeerId], _Way] = {}
         self._paused: dict[PeerId, list[Callable[[], None]]] = {}
         self._unplugged: set[PeerId] = set()
+        self._uplinks: dict[PeerId, _Uplink] = {}
 
     def effect(self, what: str, peer: PeerId) -> int:
         """How many frames from or to `peer` were so far: sent, cut, lost, silenced, reset, damaged, held, unplugged."""
@@ -172,6 +182,29 @@ class Network:
         for pair in self._pairs(a, b, one_way):
             way = self.way(*pair)
             way.settings = replace(way.settings, **changes)
+
+    def set_uplink(self, peer: PeerId, bytes_per_second: float) -> None:
+        """All bulk from `peer` together passes at this rate, in the order in which it is sent."""
+        self._uplinks[peer] = _Uplink(bytes_per_second)
+
+    def bulk_wait(self, source: PeerId, target: PeerId, now: float) -> float:
+        """How long until bulk may be handed over: a window may be under way, and no more."""
+        way, uplink = self.way(source, target), self._uplinks.get(source)
+        rate = way.settings.bytes_per_second
+        wait = way.bulk_free_at - now - (self.WINDOW_BYTES / rate if rate else 0.0)
+        if uplink is not None:
+            wait = max(wait, uplink.free_at - now - self.WINDOW_BYTES / uplink.bytes_per_second)
+        return wait
+
+    def carry(self, source: PeerId, target: PeerId, size: int, now: float) -> float:
+        """When `size` bytes of bulk handed over now arrive."""
+        way, uplink = self.way(source, target), self._uplinks.get(source)
+        rate = way.settings.bytes_per_second
+        way.bulk_free_at = max(now, way.bulk_free_at) + (size / rate if rate else 0.0)
+        if uplink is not None:
+            uplink.free_at = max(now, uplink.free_at) + size / uplink.bytes_per_second
+            way.bulk_free_at = max(way.bulk_free_at, uplink.free_at)
+        return way.bulk_free_at + self.delay_seconds(way)
 
     def cut(self, a: PeerId, b: PeerId, one_way: bool = False) -> None:
         """Nothing passes from `a` to `b` (nor back, unless one_way); what is under way is lost."""
@@ -363,6 +396,9 @@ class MemoryTransport:
         if network.passes(self.peer, to, len(body)):
             return
         loop = asyncio.get_running_loop()
+        if isinstance(message, Fetched) and len(body) >= network.LARGE_ANSWER_BYTES:
+            loop.call_at(network.carry(self.peer, to, len(body), loop.time()), self.deliver, to, body, way.connection)
+            return
         seconds = len(body) / way.settings.bytes_per_second if way.settings.bytes_per_second else 0.0
         way.control_free_at = max(loop.time(), way.control_free_at) + seconds
         way.bulk_free_at += seconds  # small words go first, and bulk waits for them
@@ -397,9 +433,7 @@ class MemoryTransport:
             if not self._alive or to == self.peer or to not in network.live or network.hindrance(self.peer, to) == "unplugged":
                 self._with(to).dropped += 1
                 raise Unreachable(f"{to} is not there")
-            rate = way.settings.bytes_per_second
-            window_seconds = network.WINDOW_BYTES / rate if rate else 0.0
-            wait = way.bulk_free_at - loop.time() - window_seconds
+            wait = network.bulk_wait(self.peer, to, loop.time())
             if way.cut or network.is_paused(self.peer):
                 if loop.time() >= give_up and not network.is_paused(self.peer):
                     self._hindered(to)
@@ -412,7 +446,7 @@ class MemoryTransport:
         traffic = self._with(to)
         traffic.payload_sent += len(chunk.data)
         traffic.overhead_sent += len(body) - len(chunk.data)
-        way.bulk_free_at = max(loop.time(), way.bulk_free_at) + (len(body) / rate if rate else 0.0)
+        arrives = network.carry(self.peer, to, len(body), loop.time())
         what = network.passes(self.peer, to, len(body))
         if what == "reset":
             raise Unreachable(f"the connection to {to} broke")
@@ -422,7 +456,7 @@ class MemoryTransport:
             way.corrupt -= 1
             network.effects["damaged", self.peer, to] += 1
             body = body[:-1] + bytes((body[-1] ^ 1,))   # a chunk's data are the last of its bytes
-        loop.call_at(way.bulk_free_at + network.delay_seconds(way), self.deliver, to, body, way.connection)
+        loop.call_at(arrives, self.deliver, to, body, way.connection)
 
     async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
         self._sequence += 1

@@ -97,9 +97,9 @@ class Session:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         ears = DeskListeners(self._assembled, self._lost, self._refused, self.fail)
         self.desk = ExchangeDesk(profile.peer, around.transport, around.store, exchange, ears)
-        view = DonorView(lambda: self.desk.sending, self._equals, lambda peer: self._rates().get(peer))
+        view = DonorView(lambda: self.desk.sending, self._equals, self._uplink)
         self.donor = Donor(around.store, around.snapshots, view, clock=around.clock)
-        self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor)
+        self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
         self._tasks: set[asyncio.Task[None]] = set()
         self._agreement: tuple[Digest, tuple[tuple[PeerId, Agreement], ...]] = (b"", ())
@@ -395,6 +395,10 @@ class Session:
         """Those who have at least what this peer has: a joiner may ask them too."""
         s = self.replica.s
         return tuple(sorted(peer for peer, seen in s.peers.items() if seen.beat.round >= s.round and s.alive(peer)))
+
+    def _uplink(self) -> float | None:
+        """Bytes a second that this peer can send, as far as its links show: several that were busy at once shared it."""
+        return max(self._rates().values(), default=None)
 
     def _bad_donor(self, peer: PeerId, what: str) -> None:
         said = f"{self.around.membership.site_of(peer)}: {what}; it is left out as a donor"

@@ -17,7 +17,7 @@ from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.outer import OuterState, apply_update
-from geomesh_p2p.core.ports import InnerResult
+from geomesh_p2p.core.ports import InnerResult, Mesh
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
@@ -208,9 +208,12 @@ class ToyPeer:
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(session.run())
-                both.create_task(train(session.bench, model))
+                both.create_task(self.algorithm(session.bench, model))
         finally:
             await transport.stop()
+
+    async def algorithm(self, mesh: Mesh, model: LocalModel) -> None:
+        await train(mesh, model)
 
     async def kill(self) -> None:
         assert self.task is not None

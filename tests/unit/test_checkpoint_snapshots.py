@@ -298,11 +298,16 @@ def test_bytes_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     assert len(receiver.missing()) == 2
 
 
-def test_a_newer_snapshot_to_receive_drops_what_was_begun(tmp_path: Path) -> None:
+def test_of_what_was_begun_the_newest_is_kept_beside_a_newer_one(tmp_path: Path) -> None:
     donor, joiner = Snapshots(tmp_path / "donor"), Snapshots(tmp_path / "joiner")
     joiner.receive(write(donor, 5)).close()
     joiner.receive(write(donor, 10)).close()
-    assert names(tmp_path / "joiner") == ["snapshot-10.received"]
+    assert names(tmp_path / "joiner") == ["snapshot-10.received", "snapshot-5.received"]
+    joiner.receive(write(donor, 15)).close()
+    assert names(tmp_path / "joiner") == ["snapshot-10.received", "snapshot-15.received"]
+    assert joiner.receiving() == [10, 15]
+    joiner.forget_received()
+    assert names(tmp_path / "joiner") == []
 
 
 def test_a_snapshot_that_is_gone_is_a_lookup_error(tmp_path: Path) -> None:
