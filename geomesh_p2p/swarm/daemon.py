@@ -61,6 +61,8 @@ class Daemon:
         self._output = output
         self._server: asyncio.AbstractServer | None = None
         self.handlers: dict[str, Handler] = {}
+        for task in (p2p._client.control._read_task, p2p._client.control._write_task):
+            task.add_done_callback(_heard)
 
     @classmethod
     async def start(cls, net: NetSection, identity_path: Path, on_exit: OnExit) -> Daemon:
@@ -287,6 +289,12 @@ async def _end(p2p: P2P) -> None:
         await p2p._child.wait()
     if p2p._child is not None:
         p2p._child._transport.close()  # else its pipes are closed when they are collected, perhaps after the loop
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """A connection of hivemind's that broke: the end of the daemon says so."""
+    if not task.cancelled():
+        task.exception()
 
 
 class _Failing(dict[Any, "asyncio.Future[Any]"]):

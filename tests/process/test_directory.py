@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgpack
+import psutil
 import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -17,6 +21,7 @@ from geomesh_p2p.swarm import directory as directories
 from geomesh_p2p.swarm.directory import Directory, Record, open_record, sign_record
 from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.transport import Libp2pTransport
+from tests.injection.proof import fired, inject
 
 PATIENCE_SECONDS = 20.0
 RUN, KEY = bytes(32), bytes(20)
@@ -105,6 +110,51 @@ async def test_a_record_that_is_not_renewed_expires_by_the_readers_clock(
     monkeypatch.setattr(directories.time, "monotonic", lambda: now + directories.LIFETIME_SECONDS + 1)
     assert await a.directory.peers() == []
     assert a.directory.ignored["record: expired"] == 1
+
+
+@pytest.mark.fault
+@pytest.mark.case("C048")
+async def test_it_goes_on_when_the_daemon_is_killed_under_load(place: Callable[..., Awaitable[Place]]) -> None:
+    """32 readers and writers at once; none of them fails or waits for ever, and afterwards the two see each other's news."""
+    a, b = await place("a"), await place("b")
+    for one, name in ((a, "a"), (b, "b")):
+        await one.directory.announce(record(name))
+    await a.sees(lambda records: len(records) == 1)
+    assert a.transport.daemon is not None
+    first, over = a.transport.daemon.process_id, asyncio.Event()
+    answers = Counter[int]()
+
+    async def reader() -> None:
+        while not over.is_set():
+            answers[len(await a.directory.peers())] += 1
+            await asyncio.sleep(0)  # no daemon, no answer: that takes no time at all
+
+    async def writer(number: int) -> None:
+        while not over.is_set():
+            await a.directory.announce(record("a", round=number))
+            await asyncio.sleep(0)
+
+    busy = [asyncio.create_task(work) for number in range(16) for work in (reader(), writer(number))]
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while answers[1] < 50:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        inject(lambda: os.kill(first, signal.SIGKILL))
+        await asyncio.sleep(0.5)
+        fired(not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE, "the daemon is killed")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while a.transport.daemon is None or a.transport.daemon.process_id == first:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            seen = answers[1]
+            while answers[1] < seen + 50:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        over.set()
+        await asyncio.wait_for(asyncio.gather(*busy), PATIENCE_SECONDS)
+    await a.directory.announce(record("a", round=77))
+    await b.sees(lambda records: [r.round for r in records] == [77])
+    await b.directory.announce(record("b", round=78))
+    await a.sees(lambda records: [r.round for r in records] == [78])
 
 
 # ---------------------------------------------------------------- signatures
