@@ -98,7 +98,8 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     if result.tokens == 0:
         reason = "closed before the first inner step was done"
     else:
-        encoded = codec.encode(model.layout, model.state.anchor, model.engine.weights(), model.codec, model.residual)
+        anchor, weights = model.state.anchor, model.engine.weights()
+        encoded = codec.encode(model.layout, anchor, weights, model.codec, model.residual, round=plan.round)
         if isinstance(encoded, codec.NotFinite):
             reason = f"{encoded.tensor} is not finite after the inner steps"
         else:

@@ -1,6 +1,6 @@
 """Contributions and parts as bytes: signs with magnitudes, or plain numbers for comparison.
 
-    delta = anchor - weights (+ residual)      bit = delta >= 0      magnitude = mean |delta| over a tensor (or a row of it)
+    delta = anchor - weights (+ residual)      bit = sign of delta      magnitude = mean |delta| over a tensor (or a row of it)
 
 A *section* encodes parameters [start, stop), `start` a multiple of 8: little-endian fp32 magnitudes (one for each tensor or
 row that the section touches), then `width` bits a parameter, the lowest bits of a byte first. A payload is the section of the
@@ -12,7 +12,11 @@ whole vector. A reducer's part is the section of its share. Widths:
     8    -127 ... 127 times the magnitude (the step)   max |x| / 127
     16   fp16, 32 fp32                                 none
 
-All but width 1 can say zero, so a tie stays one. Values decoded are fp32 and the same on every machine: only separate IEEE
+All but width 1 can say zero, so a tie stays one. One bit cannot: a zero (a parameter without a gradient, a tie in a mean) is
+sent as + where index + round is even and as - where it is odd. So its errors cancel from round to round and between
+neighbours instead of adding up; a tensor or row of zeros alone has magnitude zero and does not move at all.
+
+Values decoded are fp32 and the same on every machine: only separate IEEE
 multiplications and additions, element by element, in a fixed order. Kernels work in chunks that stay in the cache: no
 full-size delta or mean ever exists. Nothing here is a reduction but the magnitudes, which are computed once and then sent.
 """
@@ -45,6 +49,10 @@ Fill = Callable[[int, int, Vector], Any]
 _TOP = {2: 1, 4: 7, 8: 127}
 ONE = np.float32(1)
 
+# Least value that counts as positive, by parity of the index: zero, or the smallest above zero.
+_LEAST = np.zeros(CHUNK + 1, np.float32)
+_LEAST[1::2] = np.nextafter(np.float32(0), ONE)
+
 
 @dataclass(frozen=True)
 class NotFinite:
@@ -76,9 +84,11 @@ def encode(
     settings: CodecSection,
     residual: Vector | None = None,
     out: Bytes | None = None,
+    round: int = 0,
 ) -> Bytes | NotFinite:
-    """The payload of anchor - weights (+ residual), in `out` if given. The residual is read only: see `new_residual`."""
-    return _encode(whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out)
+    """The payload of anchor - weights (+ residual), in `out` if given. The residual is read only: see `new_residual`.
+    `round` decides the sign of zeros, nothing else."""
+    return _encode(whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out, round)
 
 
 def encode_part(
@@ -88,10 +98,11 @@ def encode_part(
     start: int,
     stop: int,
     residual: Vector | None = None,
+    round: int = 0,
 ) -> Bytes | NotFinite:
     """A reducer's answer for its share [start, stop): `mean` (and `residual`) have stop - start elements."""
     section = part_of(layout, settings, start, stop)
-    return _encode(section, settings.magnitude == "rms", _shifted(mean, start, residual), None)
+    return _encode(section, settings.magnitude == "rms", _shifted(mean, start, residual), None, round)
 
 
 def new_residual(
@@ -138,13 +149,13 @@ def _shifted(mean: Vector, origin: int, residual: Vector | None) -> Fill:
     return fill
 
 
-def _encode(section: Section, rms: bool, fill: Fill, out: Bytes | None) -> Bytes | NotFinite:
+def _encode(section: Section, rms: bool, fill: Fill, out: Bytes | None, round: int) -> Bytes | NotFinite:
     data = np.empty(section.total_bytes, np.uint8) if out is None else section.checked(out)
     if section.width > 8:
         return _encode_numbers(section, fill, data)
     scratch, body = np.empty(CHUNK, np.float32), data[section.head_bytes :]
     if section.width == 1:
-        measure = _Measure(section, "square" if rms else "absolute", packed=body).run(fill, scratch)
+        measure = _Measure(section, "square" if rms else "absolute", packed=body, round=round).run(fill, scratch)
         return _sealed(section, np.sqrt(measure.mean) if rms else measure.mean, data)
     if section.width == 2:
         measure = _Measure(section, "absolute").run(fill, scratch)
@@ -173,14 +184,14 @@ class PartEncoder:
     """`encode_part` without the whole mean in memory, for 1-bit answers without a residual: fed chunk by chunk while the mean
     is being made. The same bytes as encode_part, however it is fed: sums are always over the same chunks."""
 
-    def __init__(self, layout: Layout, settings: CodecSection, start: int, stop: int) -> None:
+    def __init__(self, layout: Layout, settings: CodecSection, start: int, stop: int, round: int = 0) -> None:
         self._section = part_of(layout, settings, start, stop)
         if self._section.width != 1:
             raise ValueError(f"answers of {self._section.width} bits a parameter take two passes over the mean")
         self._rms = settings.magnitude == "rms"
         self._data = np.empty(self._section.total_bytes, np.uint8)
         packed = self._data[self._section.head_bytes :]
-        self._measure = _Measure(self._section, "square" if self._rms else "absolute", packed)
+        self._measure = _Measure(self._section, "square" if self._rms else "absolute", packed, round=round)
         self._scratch = np.empty(CHUNK, np.float32)
         self.done = start
 
@@ -201,12 +212,18 @@ class _Measure:
     """One pass over a section: the sum, by magnitude, of |x| or x*x (or the maximum of |x|), and the packed signs if asked."""
 
     def __init__(
-        self, section: Section, of: str, packed: Bytes | None = None, above: npt.NDArray[np.float64] | None = None
+        self,
+        section: Section,
+        of: str,
+        packed: Bytes | None = None,
+        above: npt.NDArray[np.float64] | None = None,
+        round: int = 0,
     ) -> None:
         self.section, self.of, self.packed, self.above = section, of, packed, above
         self.sums = np.zeros(section.magnitudes)
         self.counts = np.zeros(section.magnitudes, np.int64)
         self._signs = np.empty(CHUNK if packed is not None else 0, np.bool_)
+        self._least = _LEAST[round % 2 :]  # chunks begin at even indices
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
@@ -224,7 +241,7 @@ class _Measure:
             fill(start, stop, values)
             if self.packed is not None:
                 begin, end = self.section.span(start, stop)
-                bits = np.greater_equal(values, 0, out=self._signs[: stop - start])
+                bits = np.greater_equal(values, self._least[: stop - start], out=self._signs[: stop - start])
                 self.packed[begin:end] = np.packbits(bits, bitorder="little")
             (np.square if self.of == "square" else np.abs)(values, out=values)
             self._add(start, stop, values)

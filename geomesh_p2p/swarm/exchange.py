@@ -416,7 +416,7 @@ class Exchange:
             else:
                 arriving.append(self._reception.open(key, contribution.payload))
                 payloads.append(arriving[-1].buffer)
-        share = ShareMean(self._codec, streams.share, payloads, [c.tokens for c in contributors])
+        share = ShareMean(self._codec, streams.share, payloads, [c.tokens for c in contributors], self.plan.round)
         await share.run(arriving, self._changed, self._offload)
         others = [streams.contribution_of(c.peer) for c in contributors if c.peer != self._me]
         await self._until(lambda: all(self._reception.is_done(key) for key in others))  # none was refused by rule

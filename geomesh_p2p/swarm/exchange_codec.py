@@ -37,14 +37,14 @@ class ExchangeCodec:
     def mean(self, payloads: Sequence[Bytes], tokens: Sequence[int], start: int, stop: int, out: Vector) -> None:
         codec.mean_of(self.layout, self.settings, payloads, tokens, start, stop, out)
 
-    def encode_part(self, mean: Vector, share: Range, residual: Vector | None) -> Bytes:
-        return _finite(codec.encode_part(self.layout, self.settings, mean, share.start, share.stop, residual))
+    def encode_part(self, mean: Vector, share: Range, residual: Vector | None, round: int) -> Bytes:
+        return _finite(codec.encode_part(self.layout, self.settings, mean, share.start, share.stop, residual, round))
 
-    def part_encoder(self, share: Range) -> codec.PartEncoder | None:
+    def part_encoder(self, share: Range, round: int) -> codec.PartEncoder | None:
         """None if a part of these settings takes the whole mean."""
         if self.settings.residual or codec.part_width(self.settings) != 1:
             return None
-        return codec.PartEncoder(self.layout, self.settings, share.start, share.stop)
+        return codec.PartEncoder(self.layout, self.settings, share.start, share.stop, round)
 
     def feed(self, encoder: codec.PartEncoder, payloads: Sequence[Bytes], tokens: Sequence[int], ready: int) -> None:
         """Encode the mean of what has come up to parameter `ready`."""

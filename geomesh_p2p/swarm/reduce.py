@@ -90,13 +90,16 @@ class ShareMean:
 
     `mean` is kept whole only where the encoding needs it: with residuals, or more than one bit a parameter."""
 
-    def __init__(self, codec: ExchangeCodec, share: Range, payloads: Sequence[Bytes], tokens: Sequence[int]) -> None:
+    def __init__(
+        self, codec: ExchangeCodec, share: Range, payloads: Sequence[Bytes], tokens: Sequence[int], round: int
+    ) -> None:
         self._codec = codec
         self._share = share
+        self._round = round
         self._payloads = payloads
         self._tokens = tokens
         self._done = share.start
-        self._encoder = codec.part_encoder(share)
+        self._encoder = codec.part_encoder(share, round)
         self.mean: Vector | None = np.empty(len(share), np.float32) if self._encoder is None else None
 
     async def run(self, arriving: Sequence[Incoming], changed: asyncio.Event, offload: Offload) -> None:
@@ -134,7 +137,7 @@ class ShareMean:
                 part = self._codec.finish(self._encoder)
             else:
                 assert self.mean is not None
-                part = self._codec.encode_part(self.mean, self._share, residual)
+                part = self._codec.encode_part(self.mean, self._share, residual, self._round)
             return part, digest_bytes(part)
 
         return job

@@ -50,7 +50,7 @@ def run(setting: str) -> list[dict[str, str]]:
         payloads, contributors = [], []
         for number, (site, share) in enumerate(SITES.items()):
             tokens = 1000 * share
-            payload = codec.encode(LAYOUT, drawn(site, round), zeros, section)
+            payload = codec.encode(LAYOUT, drawn(site, round), zeros, section, round=round)
             assert not isinstance(payload, codec.NotFinite)
             first = 100 * round + 10 * number
             ranges = (Range(first, first + 10),)
@@ -59,7 +59,7 @@ def run(setting: str) -> list[dict[str, str]]:
                 Contribution(f"id-{site}", site, round, base, tokens, ranges, digest_bytes(payload), payload.size)
             )
         reduce = setting.startswith("reduce")
-        body = _parts(section, payloads, contributors) if reduce else b"".join(p.tobytes() for p in payloads)
+        body = _parts(section, payloads, contributors, round) if reduce else b"".join(p.tobytes() for p in payloads)
         shares = SHARES if reduce else ()
         update = Update(
             round, base, "reduce" if reduce else "gather", shares, tuple(contributors), ("id",), digest_bytes(body), len(body)
@@ -76,12 +76,12 @@ def run(setting: str) -> list[dict[str, str]]:
     return lines
 
 
-def _parts(section: CodecSection, payloads: list[np.ndarray], contributors: list[Contribution]) -> bytes:
+def _parts(section: CodecSection, payloads: list[np.ndarray], contributors: list[Contribution], round: int) -> bytes:
     parts = []
     for share in SHARES:
         mean = np.empty(len(share), np.float32)
         codec.mean_of(LAYOUT, section, payloads, [c.tokens for c in contributors], share.start, share.stop, mean)
-        part = codec.encode_part(LAYOUT, section, mean, share.start, share.stop)
+        part = codec.encode_part(LAYOUT, section, mean, share.start, share.stop, round=round)
         assert not isinstance(part, codec.NotFinite)
         parts.append(part.tobytes())
     return b"".join(parts)

@@ -257,6 +257,22 @@ def test_a_slice_must_begin_at_a_whole_byte_and_lie_within() -> None:
         codec.mean_of(layout, SIGN, [payload[:-1]], [1], 0, 8, out)
 
 
+@pytest.mark.case("C067")
+@given(layouts, seeds, st.integers(0, 5), st.sampled_from(["l1", "rms"]))
+def test_zeros_of_either_sign_alternate_by_index_and_round(layout: Layout, seed: int, round: int, magnitude: str) -> None:
+    section = CodecSection(magnitude=magnitude)  # type: ignore[arg-type]
+    delta = normal(layout.parameters, seed)
+    delta[::3], delta[1::5] = 0.0, -0.0
+    payload = codec.encode(layout, delta, np.zeros_like(delta), section, round=round)
+    at = np.arange(layout.parameters)
+    assert np.array_equal(bits_of(layout, payload), (delta > 0) | ((delta == 0) & ((at + round) % 2 == 0)))
+    part = codec.encode_part(layout, CodecSection(), delta, 0, layout.parameters, round=round)
+    assert np.array_equal(bits_of(layout, part), bits_of(layout, payload))
+    encoder = codec.PartEncoder(layout, CodecSection(), 0, layout.parameters, round)
+    encoder.feed(layout.parameters, lambda begin, end, out: np.copyto(out, delta[begin:end]))
+    assert np.array_equal(encoder.finish(), part)
+
+
 # ---------------------------------------------------------------- a reducer's answer
 
 
@@ -275,7 +291,9 @@ def test_parts_decode_within_their_step_and_keep_zeros(layout: Layout, seed: int
         chosen = index == m
         true, got = values[chosen].astype(np.float64), said[chosen].astype(np.float64)
         if bits == 1:
-            np.testing.assert_allclose(got, np.where(true >= 0, 1, -1) * np.abs(true).mean(), rtol=1e-5)
+            least = np.arange(start, stop)[chosen] % 2  # a zero is + at even indices
+            signs = np.where((true > 0) | ((true == 0) & (least == 0)), 1, -1)
+            np.testing.assert_allclose(got, signs * np.abs(true).mean(), rtol=1e-5)
         else:
             assert np.all(got[true == 0] == 0)
             assert np.all(got * true >= 0)
