@@ -24,6 +24,7 @@ from geomesh_p2p.config import DatasetSection, InnerSection, ModelSection
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.engine.data import Corpus, load_corpus
 from geomesh_p2p.engine.device import choose_device, wants_bf16
+from geomesh_p2p.engine.feed import Feed
 from geomesh_p2p.engine.inner import InnerLoop, run_round
 from geomesh_p2p.engine.model import build
 from geomesh_p2p.engine.tokenizer import load_tokenizer
@@ -93,6 +94,7 @@ def main() -> None:
     module.zero_grad(set_to_none=True)
     bare, ours = BareLoop(module, corpus, settings, bf16), InnerLoop(model, settings, bf16)
 
+    feed = Feed(corpus)
     sequences = options.steps * options.batch
     position = 0
 
@@ -107,7 +109,7 @@ def main() -> None:
             committed_tokens=0, planned_tokens=sequences * options.sequence_length, train_seconds=1.0, exchange_seconds=1.0,
             grace_seconds=1.0, may_close=True,
         )  # fmt: skip
-        run_round(ours, corpus, mine, plan, should_close=lambda: False)
+        run_round(ours, feed, mine, plan, should_close=lambda: False)
         position += sequences
 
     loops = {"ours": run_ours, "bare": lambda: bare.run(options.steps, options.batch)}

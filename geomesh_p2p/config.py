@@ -52,6 +52,8 @@ class ModelSection(Section):
     autocast: Literal["auto", "off", "bf16"] = "auto"
     """bf16 autocast; auto: on where the device has it natively. Weights stay fp32."""
     gradient_checkpointing: bool = False
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are, by patterns over their names (`*embed_tokens*`): neither trained nor exchanged."""
 
 
 class DatasetSection(Section):
@@ -65,6 +67,10 @@ class DatasetSection(Section):
     validation_sequences: PositiveInt = 64
     """Sequences held out of training, taken from whole documents."""
     shuffle: bool = True
+    read_seconds: PositiveFloat = 60.0
+    """A data source that is silent for so long: a start ends with exit code 75, a round goes on without this peer."""
+    keep_tokens: bool = True
+    """Tokens are kept in FOLDER/tokens of run.folder, shared by the peers of a host: the next start reads no text."""
 
 
 class InnerSection(Section):
@@ -83,6 +89,8 @@ class InnerSection(Section):
     scale_learning_rate: Literal["sqrt", "none"] = "sqrt"
     micro_batch: PositiveInt | None = None
     """Sequences per forward pass; None: the whole batch if it fits."""
+    max_skipped_steps: PositiveInt = 50
+    """A step whose gradient is not finite is skipped and counted; so many in a row end the peer with exit code 4."""
 
 
 class OuterSection(Section):

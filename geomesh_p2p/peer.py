@@ -62,7 +62,8 @@ MakeEngine = Callable[[RunConfig, SiteConfig, Callable[[Any], None]], LocalEngin
 def torch_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]) -> LocalEngine:
     from geomesh_p2p.engine.engine import TorchEngine
 
-    return TorchEngine(run, site, report=report)
+    cache = Path(run.run.folder) / "tokens" if run.dataset.keep_tokens else None
+    return TorchEngine(run, site, cache=cache, report=report)
 
 
 @dataclass(frozen=True)

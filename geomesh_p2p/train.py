@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -87,7 +88,8 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     # What this peer begins from, in few bytes: the others compare it with theirs (core/anchors.py).
     _, anchor_part = hash_part(model)
     state = b"" if work.content is None else work.content(model.state.anchor, model.state.momentum)
-    nats, tokens = validate_anchor(model, plan.peers.index(model.peer), len(plan.members), skip=not work.validate)
+    share, of = plan.peers.index(model.peer), len(plan.members)
+    nats, tokens = validate_anchor(model, share, of, not work.validate, lambda: mesh.should_close(plan))
     validation_seconds = time.perf_counter() - started
 
     result = model.engine.train(mine, plan, lambda: mesh.should_close(plan), time.monotonic())
@@ -96,7 +98,7 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     begun = time.perf_counter()
     reason, payload, hashed = "", None, b""
     if result.tokens == 0:
-        reason = "closed before the first inner step was done"
+        reason = result.stopped or "closed before the first inner step was done"
     else:
         anchor, weights = model.state.anchor, model.engine.weights()
         encoded = codec.encode(model.layout, anchor, weights, model.codec, model.residual, round=plan.round)
@@ -123,10 +125,12 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
     return LocalRound(contribution, payload, result, seconds, validation_seconds)
 
 
-def validate_anchor(model: LocalModel, share: int, of: int, skip: bool = False) -> tuple[float, int]:
+def validate_anchor(
+    model: LocalModel, share: int, of: int, skip: bool = False, should_close: Callable[[], bool] | None = None
+) -> tuple[float, int]:
     """Put the weights on the anchor; (nats, tokens) of the share-th of `of` parts of the validation set, (0, 0) if skipped."""
     model.engine.set_weights(model.state.anchor)
-    return (0.0, 0) if skip else model.engine.validate(share, of)
+    return (0.0, 0) if skip else model.engine.validate(share, of, should_close)
 
 
 def fold(model: LocalModel, work: FoldUpdate) -> float:

@@ -210,7 +210,8 @@ class SnapshotStore(Protocol):
 
 @dataclass(frozen=True)
 class InnerResult:
-    """What a run of inner steps came to. `step_seconds` are one number per step, `loss` the mean training loss (nats)."""
+    """What a run of inner steps came to. `step_seconds` are one number per step, `loss` the mean training loss (nats),
+    `stopped` says what ended it early, or why there are no tokens."""
 
     tokens: int
     ranges: tuple[Range, ...]
@@ -222,6 +223,7 @@ class InnerResult:
     skipped_steps: int
     overrun_seconds: float
     learning_rate: float
+    stopped: str = ""
 
 
 class Engine(Protocol):
@@ -248,8 +250,9 @@ class Engine(Protocol):
         """Run the assigned inner steps from the current weights. Stops early, at a step boundary, when `should_close()`."""
         ...
 
-    def validate(self, share: int, of: int) -> tuple[float, int]:
-        """Sum of token losses (nats) and tokens over the share-th of `of` parts of the validation set, current weights."""
+    def validate(self, share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
+        """Sum of token losses (nats) and tokens over the share-th of `of` parts of the validation set, current weights.
+        Ends early, with what it has, once `should_close()`."""
         ...
 
     def save_inner(self, path: str) -> None: ...

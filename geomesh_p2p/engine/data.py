@@ -8,12 +8,13 @@ function of (seed, epoch), so a resume seeks and a joiner starts anywhere at no 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +22,17 @@ import numpy.typing as npt
 from geomesh_p2p.config import DatasetSection
 from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest, digest, digest_bytes
 from geomesh_p2p.core.types import Range
-from geomesh_p2p.engine.documents import documents
+from geomesh_p2p.engine.documents import documents, stamps
+from geomesh_p2p.engine.reading import Reading, read_watched
+from geomesh_p2p.engine.token_cache import Prepared, Tokens, kept
 from geomesh_p2p.engine.tokenizer import Tokenizer
-from geomesh_p2p.errors import DataError, TemporaryError
+from geomesh_p2p.errors import DataError
 
 HELD_OUT_SHARE = 0.02
 """Documents are held out until they are this share of all tokens (or enough for the validation sequences)."""
 LARGEST_HELD_OUT_SHARE = 0.5
-
-Tokens = npt.NDArray[np.unsignedinteger]
+PREPARING_READS = 20
+"""Another process that prepares the same tokens is waited for this many times dataset.read_seconds."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,24 @@ class Corpus:
         return self._cut(self.held_out, chosen[share::of] * self.sequence_length)
 
     def _cut(self, tokens: Tokens, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if isinstance(tokens, np.memmap):
+            return read_rows(tokens, starts, self.sequence_length + 1)
         return tokens[starts[:, None] + np.arange(self.sequence_length + 1)].astype(np.int64)
+
+
+def read_rows(tokens: Tokens, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    """`length` tokens of a mapped file from each of `starts`, by read and not through the mapping: while a file system
+    stalls, a read lets the process's other threads run, a page fault under the interpreter's lock does not."""
+    mapped: Any = tokens
+    rows = np.empty((len(starts), length), tokens.dtype)
+    descriptor = os.open(mapped.filename, os.O_RDONLY)
+    try:
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            if os.preadv(descriptor, [row.data], mapped.offset + start * tokens.itemsize) != row.nbytes:
+                raise OSError(f"{mapped.filename}: cut short")
+    finally:
+        os.close(descriptor)
+    return rows.astype(np.int64)
 
 
 # ---------------------------------------------------------------- the order of an epoch
@@ -122,57 +142,63 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def load_corpus(
     section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int, cache: Path | None = None
 ) -> Corpus:
-    """Read, tokenise, pack and split. With `cache`, the tokens are kept there and mapped from disk (shared by processes).
+    """Read, tokenise, pack and split. With `cache`, tokens are kept there and read from there, text only if it has changed.
 
-    Raises DataError: a file that cannot be used, or too little text, with the numbers; TemporaryError: no room for the cache.
+    Raises DataError: a file that cannot be used, or too little text, with the numbers; TemporaryError: no text came for
+    dataset.read_seconds.
     """
+
+    def prepare() -> Prepared:
+        def read(reading: Reading) -> Prepared:
+            return _prepare(documents(section), section, tokenizer, sequence_length, seed, reading)
+
+        return read_watched(read, section.read_seconds)
+
     if cache is None:
-        return corpus_of(documents(section), section, tokenizer, sequence_length, seed)
-    hashes = [_hash(text) for text in documents(section)]
-    folder = cache / digest(hashes, tokenizer.identity, seed, sequence_length, section.validation_sequences).hex()[:32]
-    if not folder.is_dir():
-        hashes, parts = _tokenise(documents(section), tokenizer)
-        _keep(folder, *_split(hashes, parts, section, sequence_length, seed))
-    kept = tuple(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
-    return _corpus(kept, hashes, section, tokenizer, sequence_length, seed)
+        made = prepare()
+    else:
+        # What the tokens are made of, without reading it; two peers compare contents, by the manifest.
+        settings = (tokenizer.identity, section.source, section.field, section.validation_sequences, seed, sequence_length)
+        key = digest("tokens-1", platform.python_version(), json.dumps([settings, stamps(section)]))
+        made = kept(cache, key.hex()[:32], prepare, PREPARING_READS * section.read_seconds)
+    return _corpus(made, section, tokenizer, sequence_length, seed)
 
 
 def corpus_of(texts: Iterable[str], section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int) -> Corpus:
     """The corpus that `texts` make. Raises DataError as load_corpus does."""
-    hashes, parts = _tokenise(iter(texts), tokenizer)
-    split = _split(hashes, parts, section, sequence_length, seed)
-    return _corpus(split, hashes, section, tokenizer, sequence_length, seed)
+    made = _prepare(texts, section, tokenizer, sequence_length, seed, Reading())
+    return _corpus(made, section, tokenizer, sequence_length, seed)
 
 
-def _corpus(
-    split: tuple[Tokens, ...],
-    hashes: Sequence[Digest],
-    section: DatasetSection,
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    seed: int,
-) -> Corpus:
-    train, held_out = split
+def _prepare(
+    texts: Iterable[str], section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int, reading: Reading
+) -> Prepared:
+    hashes, parts = _tokenise(iter(texts), tokenizer, reading)
+    train, held_out = _split(hashes, parts, section, sequence_length, seed)
+    return Prepared(train, held_out, len(hashes), digest_bytes(*hashes).hex()[:16])
+
+
+def _corpus(made: Prepared, section: DatasetSection, tokenizer: Tokenizer, sequence_length: int, seed: int) -> Corpus:
     fields = {
         "source": section.source,
-        "documents": f"{len(hashes)} documents, {digest_bytes(*hashes).hex()[:16]}",
+        "documents": f"{made.documents} documents, {made.documents_hash}",
         "tokenizer": tokenizer.identity,
         "sequence_length": str(sequence_length),
-        "train_tokens": str(len(train)),
-        "validation": f"{section.validation_sequences} sequences of {len(held_out)} held-out tokens, seed {seed}",
+        "train_tokens": str(len(made.train)),
+        "validation": f"{section.validation_sequences} sequences of {len(made.held_out)} held-out tokens, seed {seed}",
         "shuffle": str(section.shuffle),
     }
     if section.source == "python-stdlib":
         fields["python"] = platform.python_version()
     manifest = DataManifest(tuple(sorted(fields.items())))
-    return Corpus(train, held_out, sequence_length, section.validation_sequences, seed, section.shuffle, manifest)
+    return Corpus(made.train, made.held_out, sequence_length, section.validation_sequences, seed, section.shuffle, manifest)
 
 
 def _hash(text: str) -> Digest:
     return digest_bytes(text.encode("utf-8"))
 
 
-def _tokenise(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[list[Digest], list[Tokens]]:
+def _tokenise(texts: Iterator[str], tokenizer: Tokenizer, reading: Reading) -> tuple[list[Digest], list[Tokens]]:
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     hashes: list[Digest] = []
     parts: list[Tokens] = []
@@ -180,6 +206,8 @@ def _tokenise(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[list[Digest],
         ids = tokenizer.encode(text)
         hashes.append(_hash(text))
         parts.append(np.concatenate([ids, np.asarray(end, dtype=ids.dtype)]).astype(tokenizer.dtype))
+        reading.documents += 1
+        reading.tokens += len(parts[-1])
     return hashes, parts
 
 
@@ -206,26 +234,6 @@ def _split(
         )
     train = [part for index, part in enumerate(parts) if index not in held]
     return np.concatenate(train), np.concatenate([parts[index] for index in sorted(held)])
-
-
-def _keep(folder: Path, train: Tokens, held_out: Tokens) -> None:
-    """Write both arrays aside and rename; another process that was faster has written the same."""
-    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        aside.mkdir(parents=True, exist_ok=True)
-        np.save(aside / "train.npy", train)
-        np.save(aside / "held_out.npy", held_out)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    except OSError as error:
-        raise TemporaryError(
-            f"{folder}: tokens cannot be kept there ({error.strerror or error}); free space, or choose another folder"
-        ) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 assert DIGEST_BYTES >= 32, "an epoch's order takes four 64-bit keys from one digest"

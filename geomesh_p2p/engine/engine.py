@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -17,13 +18,14 @@ from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.canonical import Digest, digest
 from geomesh_p2p.core.emulation import emulated_seconds, time_scale_for
 from geomesh_p2p.core.layout import Layout
-from geomesh_p2p.core.observations import TrainingProgress
+from geomesh_p2p.core.observations import Warned
 from geomesh_p2p.core.ports import InnerResult, Vector
 from geomesh_p2p.core.types import Assignment, BatchTime, Plan
 from geomesh_p2p.engine import device as devices
 from geomesh_p2p.engine import model as models
 from geomesh_p2p.engine.data import DataManifest, load_corpus
 from geomesh_p2p.engine.evaluate import token_losses
+from geomesh_p2p.engine.feed import Feed, Patience
 from geomesh_p2p.engine.inner import InnerLoop, run_round
 from geomesh_p2p.engine.tokenizer import load_tokenizer
 from geomesh_p2p.errors import DataError
@@ -35,7 +37,7 @@ class TorchEngine:
     """Implements core.ports.Engine. Blocking; to be used by one thread at a time.
 
     On a CPU in fp32 everything it computes is a function of configuration, weights, inner state, and the number of torch
-    threads. `report` hears of progress within a round. Raises ConfigError and DataError at construction.
+    threads. `report` hears of progress and of trouble with data. Raises ConfigError and DataError at construction.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class TorchEngine:
         site: SiteConfig,
         *,
         cache: Path | None = None,
-        report: Callable[[TrainingProgress], None] | None = None,
+        report: Callable[[Any], None] | None = None,
     ) -> None:
         self.run = run
         self.site = site
@@ -56,6 +58,7 @@ class TorchEngine:
         self.model = models.build(run.model, self._vocabulary, run.run.seed, self.device, run.codec.granularity)
         self.corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed, cache)
         profile = Path(site.device.profile) if site.device.profile and site.emulation is None else None
+        self.feed = Feed(self.corpus, Patience(run.dataset.read_seconds), self._warn_of_data)
         self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
         self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device))
         self.time_scale = site.emulation.time_scale if site.emulation else None
@@ -137,6 +140,10 @@ class TorchEngine:
             self.time_scale = time_scale_for(self.measure_rate(), [self.site.emulation], self.corpus.sequence_length)
         return self.time_scale
 
+    def _warn_of_data(self, text: str) -> None:
+        if self.report is not None:
+            self.report(Warned("starved", text))
+
     def _trial_step(self, batch: int) -> None:
         self.loop.step(self.corpus.batch(range(batch)), self.run.inner.learning_rate)
 
@@ -149,10 +156,10 @@ class TorchEngine:
         if (emulation := self.site.emulation) is not None:
             scale = self._scale()
             pacer = devices.Pacer(lambda batch: emulated_seconds(emulation, scale, batch), started)
-        return run_round(self.loop, self.corpus, assignment, plan, should_close, pacer, self.report)
+        return run_round(self.loop, self.feed, assignment, plan, should_close, pacer, self.report)
 
-    def validate(self, share: int, of: int) -> tuple[float, int]:
-        return token_losses(self.model, self.corpus.validation(share, of))
+    def validate(self, share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
+        return token_losses(self.model, self.corpus.validation(share, of), should_close)
 
     # ------------------------------------------------------------ inner state on disk
 
@@ -216,8 +223,8 @@ class _Undone:
 # Per site or without influence on what a step computes, beyond rounding.
 _NOT_IN_FINGERPRINT = {
     "model": {"path", "gradient_checkpointing"},
-    "dataset": {"source", "paths", "field", "tokenizer", "validation_sequences", "shuffle"},
-    "inner": {"micro_batch"},
+    "dataset": {"read_seconds", "keep_tokens", "source", "paths", "field", "tokenizer", "validation_sequences", "shuffle"},
+    "inner": {"micro_batch", "max_skipped_steps"},
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from geomesh_p2p.config import InnerSection
 from geomesh_p2p.core.observations import TrainingProgress
 from geomesh_p2p.core.ports import InnerResult
 from geomesh_p2p.core.types import Assignment, Plan, Range
-from geomesh_p2p.engine.data import Corpus
 from geomesh_p2p.engine.device import Pacer
+from geomesh_p2p.engine.feed import Feed, Starved
 from geomesh_p2p.engine.model import FlatModel
 from geomesh_p2p.errors import DataError
 
@@ -67,6 +66,7 @@ class InnerLoop:
         self.model = model
         self.settings = settings
         self.bf16 = bf16
+        self.skipped_in_a_row = 0
         self._parts = [torch.nn.Parameter(model.flat[start:stop]) for start, stop, _ in model.segments]
         for part, (start, stop, _) in zip(self._parts, model.segments, strict=True):
             part.grad = model.grad[start:stop]
@@ -102,13 +102,25 @@ class InnerLoop:
             loss += share.detach()
         norm = float(torch.linalg.vector_norm(model.grad))
         if not math.isfinite(norm):
+            self.skipped_in_a_row += 1
             return float(loss), False
+        self.skipped_in_a_row = 0
         if self.settings.clip_norm is not None and norm > self.settings.clip_norm:
             model.grad.mul_(self.settings.clip_norm / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         return float(loss), True
+
+    def give_up_if_hopeless(self, loss: float, rate: float) -> None:
+        """Raises DataError after inner.max_skipped_steps steps in a row without a finite gradient."""
+        limit = self.settings.max_skipped_steps
+        if self.skipped_in_a_row >= limit:
+            raise DataError(
+                f"no finite gradient in {limit} inner steps in a row (inner.max_skipped_steps; loss {loss:g}, learning rate "
+                f"{rate:.3g}): the run has diverged, or a document is broken; lower inner.learning_rate or "
+                "outer.learning_rate, or raise inner.warmup_tokens, and start a new run"
+            )
 
     # ------------------------------------------------------------ state
 
@@ -144,33 +156,42 @@ class InnerLoop:
 
 def run_round(
     loop: InnerLoop,
-    corpus: Corpus,
+    feed: Feed,
     assignment: Assignment,
     plan: Plan,
     should_close: Callable[[], bool],
     pacer: Pacer | None = None,
     report: Callable[[TrainingProgress], None] | None = None,
 ) -> InnerResult:
-    """The inner steps of `assignment`, its ranges read in order; stops at a step boundary once `should_close()`.
+    """The inner steps of `assignment`, its ranges read in order; stops at a step boundary once `should_close()`, or if no
+    data comes.
 
-    The result's ranges are exactly the positions read. If not one step could be taken (no time, or no finite gradient) it
-    has no tokens and no ranges.
+    The result's ranges are exactly the positions trained. If not one step could be taken (no time, no data, no finite
+    gradient) it has no tokens and no ranges, and says why. Raises DataError once too many steps in a row had no finite
+    gradient, whatever rounds they were in.
     """
     clock = time.perf_counter
-    positions = chain.from_iterable(range(part.start, part.stop) for part in assignment.ranges)
+    last = assignment.inner_steps - 1
+    sizes = [assignment.batch if index < last else assignment.last_batch for index in range(assignment.inner_steps)]
+    supply = feed.supply(assignment.ranges, sizes)
     step_seconds: list[float] = []
     losses = waited = rate = 0.0
     sequences = taken_sequences = skipped = 0
+    stopped = ""
     begun = ended = reported = clock()
     loop.model.module.train()
 
-    for index in range(assignment.inner_steps):
+    for index, size in enumerate(sizes):
         if should_close():
+            stopped = "closed before the first inner step was done"
             break
-        size = assignment.batch if index < assignment.inner_steps - 1 else assignment.last_batch
         asked = clock()
-        ids = corpus.batch(islice(positions, size))
+        ids = supply.next(should_close)
         waited += clock() - asked
+        if isinstance(ids, Starved):
+            stopped = ids.reason
+            break
+        sequence_length = ids.shape[1] - 1
 
         # The schedule follows the whole run's tokens: those committed, and this round's so far if all keep the plan.
         tokens = plan.committed_tokens + (index + 1) / assignment.inner_steps * plan.planned_tokens
@@ -182,6 +203,7 @@ def run_round(
             losses += loss * size
         else:
             skipped += 1
+            loop.give_up_if_hopeless(loss, rate)
 
         if pacer is not None:
             pacer.wait(size)
@@ -190,11 +212,13 @@ def run_round(
         ended = now
         if report is not None and now - reported >= REPORT_SECONDS:
             reported = now
-            speed = sequences * corpus.sequence_length / (now - begun)
+            speed = sequences * sequence_length / (now - begun)
             report(TrainingProgress(plan.round, index + 1, assignment.inner_steps, speed, loss))
 
+    if not taken_sequences and skipped:
+        stopped = f"none of {skipped} inner steps had a finite gradient"
     return InnerResult(
-        tokens=sequences * corpus.sequence_length if taken_sequences else 0,
+        tokens=sequences * sequence_length if taken_sequences else 0,
         ranges=first_positions(assignment.ranges, sequences) if taken_sequences else (),
         steps=len(step_seconds),
         loss=losses / taken_sequences if taken_sequences else 0.0,
@@ -204,6 +228,7 @@ def run_round(
         skipped_steps=skipped,
         overrun_seconds=max(0.0, pacer.overrun_seconds) if pacer is not None else 0.0,
         learning_rate=rate,
+        stopped=stopped,
     )
 
 

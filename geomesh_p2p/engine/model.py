@@ -8,7 +8,9 @@ seeded by each parameter's name, so every machine starts from the same bytes.
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,7 +64,10 @@ class FlatModel:
 
     @property
     def weights_digest(self) -> Digest:
-        return digest_bytes(np.ascontiguousarray(self.weights(), dtype="<f4"))
+        """Of all weights, frozen ones too: they are not exchanged, so they must be the same from the start."""
+        frozen = (p.detach().cpu().numpy() for p in self.module.parameters() if not p.requires_grad)
+        parts = [np.ascontiguousarray(weights, dtype="<f4") for weights in (self.weights(), *frozen)]
+        return digest_bytes(*parts)
 
 
 Granularity = Literal["tensor", "row"]
@@ -81,6 +86,7 @@ def build(
         torch.manual_seed(seed)  # for what transformers draws itself and new_weights() keeps
         module = _module(section, config)
     module.float()
+    freeze(module, section.freeze)
     if not (section.path and section.pretrained):
         std = float(getattr(config, "initializer_range", INITIAL_STD))
         new_weights(module, seed, layers=int(getattr(config, "num_hidden_layers", 1)), std=std)
@@ -93,6 +99,7 @@ def parameter_count(section: ModelSection, vocabulary: int) -> int:
     """Trainable parameters, tied weights once, without building any weights."""
     with torch.device("meta"):
         module = _module(section, _configuration(section, vocabulary), weights=False)
+    freeze(module, section.freeze)
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -110,11 +117,23 @@ def describe(section: ModelSection, vocabulary: int) -> Shape:
     )
 
 
+def freeze(module: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters whose names match one of `patterns` are not trained. Raises ConfigError for a pattern without effect."""
+    names = dict(module.named_parameters())
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            near = ", ".join(list(names)[:4])
+            raise ConfigError(f"model.freeze: {pattern!r} matches no parameter ({near}, ... {len(names)} in all); correct it")
+        for name in matching:
+            names[name].requires_grad_(False)
+
+
 def flatten(module: torch.nn.Module, vocabulary: int, granularity: Granularity = "tensor") -> FlatModel:
     """Move the trainable parameters of `module` into one vector and make them (and their gradients) views of it."""
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not trainable:
-        raise DataError("model.path: the model has no trainable parameter; unfreeze some, or choose another model")
+        raise DataError("model.freeze, model.path: no trainable parameter is left; unfreeze some, or choose another model")
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
     total = sum(parameter.numel() for _, parameter in trainable)
     flat = torch.empty(total, dtype=torch.float32, device=trainable[0][1].device)

@@ -76,11 +76,11 @@ def layout_from_files(run: RunConfig) -> Layout:
         from geomesh_p2p.engine.tokenizer import load_tokenizer
 
         vocabulary = load_tokenizer(run.dataset.tokenizer).highest_id + 1
-    if not run.model.path:
+    if not run.model.path and not run.model.freeze:
         return llama_layout(run.model, vocabulary, run.codec.granularity)
     from geomesh_p2p.engine.model import parameter_count
 
-    return Layout((Tensor(run.model.path, parameter_count(run.model, vocabulary)),))
+    return Layout((Tensor(run.model.path or "llama", parameter_count(run.model, vocabulary)),))
 
 
 def volume_of(layout: Layout, run: RunConfig) -> Volume:

@@ -69,7 +69,7 @@ class ToyEngine:
             self.values += np.random.default_rng(r.start).normal(0, 0.01, self.parameters).astype(np.float32)
         return InnerResult(done * 16, tuple(ranges), len(seconds), 1.0, sum(seconds), 0.0, tuple(seconds), 0, 0.0, 1e-3)
 
-    def validate(self, share: int, of: int) -> tuple[float, int]:
+    def validate(self, share: int, of: int, should_close: Any = None) -> tuple[float, int]:
         return 1.0, 1
 
     def save_inner(self, path: str) -> None:
@@ -137,7 +137,7 @@ class ToyPeer:
     def make_snapshots(self) -> Any:
         return Snapshots(self.folder / self.name, 2)
 
-    def make_engine(self) -> ToyEngine:
+    def make_engine(self) -> Any:
         return ToyEngine(self.seconds_per_sequence, time.sleep, self.layout.parameters)
 
     def make_transport(self) -> Any:

@@ -1,0 +1,65 @@
+"""Whole peers over the memory transport with the real engine, on a model small enough for a step to take milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.config import RunConfig, SiteConfig
+from geomesh_p2p.core.canonical import digest, digest_bytes
+from geomesh_p2p.core.types import Founding
+from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.swarm.memory import Network
+from tests.mesh.toy import ToyPeer
+
+LENGTH = 16
+WORDS = ("the", "mesh", "trains", "one", "model", "over", "many", "sites", "and", "every", "replica", "is", "equal")
+
+
+def write_text(folder: Path, name: str = "text", documents: int = 120) -> str:
+    """A jsonl file of short documents, no two alike."""
+    path = folder / f"{name}.jsonl"
+    lines = [" ".join([f"{name}-{i}", *(WORDS[(i * k) % len(WORDS)] for k in range(1, 10))]) for i in range(documents)]
+    path.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    return str(path)
+
+
+def torch_run(paths: tuple[str, ...], **sections: dict[str, Any]) -> RunConfig:
+    run: dict[str, dict[str, Any]] = {
+        "run": {"id": "torch", "seed": 4, "rounds": 5, "min_peers": 2},
+        "model": {
+            "hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 2, "sequence_length": LENGTH
+        },
+        "dataset": {"source": "jsonl", "paths": paths, "validation_sequences": 6},
+        "inner": {"learning_rate": 3e-3, "total_tokens": 10_000},
+        "planner": {"mode": "uniform", "batch": 2, "inner_steps": 4},
+        "save": {"snapshot_every_rounds": 2},
+    }  # fmt: skip
+    for name, values in sections.items():
+        run[name] = run.get(name, {}) | values
+    return RunConfig.model_validate(run)
+
+
+def torch_site(name: str) -> SiteConfig:
+    return SiteConfig.model_validate({"site": {"name": name}, "device": {"name": "cpu", "threads": 1, "max_batch": 2}})
+
+
+@dataclass
+class TorchPeer(ToyPeer):
+    """`prepare` may change an engine before it is used."""
+
+    prepare: Callable[[TorchEngine], None] = field(default=lambda _engine: None)
+
+    def make_engine(self) -> TorchEngine:
+        engine = TorchEngine(self.run, torch_site(self.name), report=self.events.append)
+        self.prepare(engine)
+        self.layout = engine.layout  # type: ignore[misc]
+        self.engine = engine
+        return engine
+
+
+def torch_mesh(folder: Path, names: list[str], run: RunConfig, network: Network) -> list[TorchPeer]:
+    founding = Founding(digest("torch"), b"nonce", 0, digest_bytes(b""), f"id-{names[0]}")
+    return [TorchPeer(network, folder, name, run, founding) for name in names]
