@@ -286,7 +286,8 @@ class Peer:
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
         metrics = Metrics(self.name, self.run.outer.learning_rate)
         server = MetricsServer(metrics, self.run.metrics)
-        file, console = MetricsFile(self.folder / "metrics.jsonl", self.name), ConsoleReporter(self.name)
+        file = MetricsFile(self.folder / "metrics.jsonl", self.name)
+        console = ConsoleReporter(self.name, rounds=self.run.run.rounds)
         console.start()
         for part in (server, file, console):
             closing.callback(part.close)

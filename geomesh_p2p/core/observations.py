@@ -31,6 +31,30 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True)
+class ExchangeProgress:
+    """Of the exchange going on here: payload bytes received of those expected, sent so far, and when the rest will be here
+    at the rate so far (None before the first byte)."""
+
+    round: int
+    received_bytes: int
+    expected_bytes: int
+    sent_bytes: int
+    remaining_seconds: float | None
+
+    @property
+    def share(self) -> float:
+        return self.received_bytes / self.expected_bytes if self.expected_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class LogStands:
+    """Where the log stood when this peer began to take part: what a run has come to does not depend on restarts."""
+
+    round: int
+    tokens_total: int
+
+
+@dataclass(frozen=True)
 class PlanAdopted:
     plan: Plan
 
@@ -54,7 +78,8 @@ class RoundCommitted:
 
     `planned_finish_seconds` and `finish_seconds` count from the plan's arrival at this peer to its last inner step;
     `planned_seconds` is the whole round as predicted. A peer that was no member has zero batch and steps.
-    Traffic is this round's, by remote site. `validation_ppl` is of the anchor *before* this round's update
+    `tokens_total` is the run's, of all peers from the founding on. Traffic is this round's, by remote site.
+    `validation_ppl` is of the anchor *before* this round's update
     (the anchor of round - 1), None if it was not validated; `validation_seconds` is what it took here (part of control).
     """
 

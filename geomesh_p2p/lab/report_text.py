@@ -54,7 +54,7 @@ def _idle(report: dict[str, Any], key: str) -> str:
 def _rounds(rounds: Sequence[dict[str, Any]]) -> list[str]:
     head = (
         "round", "term", "members", "topology", "tokens", "planned s", "real s", "straggler idle", "WAN idle", "loss",
-        "val ppl", "digest",
+        "val ppl of this round's model", "digest",
     )  # fmt: skip
     return table(head, map(_round, rounds))
 

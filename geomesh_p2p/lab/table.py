@@ -37,6 +37,8 @@ class SiteView:
             self.state, self.step = "training", int(event.get("step", 0))
             self.tokens_per_second = float(event.get("tokens_per_second") or 0.0)
             self.loss = event.get("loss", self.loss)
+        elif kind == "exchange":
+            self.state = _exchange(event)
         elif kind == "plan":
             mine: dict[str, int] = next((member for member in event["plan"]["members"] if member["site"] == self.site), {})
             self.batch, self.inner_steps, self.step = mine.get("batch", 0), mine.get("inner_steps", 0), 0
@@ -59,6 +61,14 @@ class SiteView:
             self.wan_share = float(times.get("wan_idle", 0.0)) / wall
         for key in ("payload_sent", "overhead_sent"):
             self.bytes_sent += sum((event.get(key) or {}).values())
+
+
+def _exchange(event: dict[str, Any]) -> str:
+    """How far an exchange is, in words."""
+    received, expected, left = int(event["received_bytes"]), int(event["expected_bytes"]), event.get("remaining_seconds")
+    parts = [f"exchange {percent(received / expected if expected else 1.0)}", f"{size(received)} in"]
+    parts.append(f"{size(int(event['sent_bytes']))} out")
+    return ", ".join(parts + ([f"{float(left):.0f} s left"] if left is not None else []))
 
 
 # What the columns of numbers take at most, with the space behind them.
@@ -105,7 +115,7 @@ def round_line(round: int, rounds: Iterable[dict[str, Any]]) -> str:
         f"digest {' != '.join(digests)}",
         f"{len(first.get('contributors') or ())} of {len(first.get('members') or ())} contributed",
         f"loss {number(sum(losses) / sum(weights) if sum(weights) else None, '.3f')}",
-        f"val ppl before {number(perplexity, '.2f')}",
+        f"val ppl of round {round - 1} {number(perplexity, '.2f')}",
         f"{max(walls, default=0.0):.1f} s",
     ]
     for name, key in (("straggler", "straggler_idle"), ("WAN", "wan_idle")):

@@ -32,10 +32,11 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Progress:
-    """Payload bytes received of those expected; `remaining_seconds` at the rate so far, None before the first byte."""
+    """Payload bytes received of those expected, and sent; `remaining_seconds` at the rate so far, None before the first."""
 
     done_bytes: int
     total_bytes: int
+    sent_bytes: int
     remaining_seconds: float | None
 
 

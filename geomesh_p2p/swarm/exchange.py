@@ -86,6 +86,7 @@ class Exchange:
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
         self._first_byte_at: float | None = None
+        self._sent_before = self._sent()
         self._received = 0
 
     # ------------------------------------------------------------ life
@@ -462,4 +463,9 @@ class Exchange:
         total = sum(ranges.total for key in keys if (ranges := self._streams.inbound(key)) is not None)
         elapsed = self._now - self._first_byte_at if self._first_byte_at is not None else 0.0
         done = min(self._received, total)
-        return Progress(done, total, (total - done) * elapsed / done if done and elapsed else None)
+        remaining = (total - done) * elapsed / done if done and elapsed else None
+        return Progress(done, total, self._sent() - self._sent_before, remaining)
+
+    def _sent(self) -> int:
+        """Payload bytes ever sent to the other members."""
+        return sum(traffic.payload_sent for peer, traffic in self._transport.traffic().items() if peer in self._lanes)

@@ -17,6 +17,7 @@ from geomesh_p2p.swarm.exchange import (
     ExchangeLimits,
     ExchangeMessage,
     Missed,
+    Progress,
 )
 from geomesh_p2p.swarm.part_residual import PartResidual
 
@@ -98,6 +99,10 @@ class ExchangeDesk:
     def sending(self) -> bool:
         """Whether this peer's bytes for a round are on their way: from its contribution to the round's commit."""
         return self._sending is not None
+
+    def progress(self) -> tuple[Plan, Progress] | None:
+        """How far the exchange is that is going on, if there is one."""
+        return (self._current.plan, self._current.progress()) if self._current is not None else None
 
     def _share(self, plan: Plan) -> Range | None:
         """This peer's share as a reducer."""

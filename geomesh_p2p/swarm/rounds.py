@@ -29,13 +29,12 @@ class RoundBook:
     def __init__(self, me: PeerId, membership: Membership, transport: Transport, observe: Observer, opened: float) -> None:
         self.me = me
         self.last_step_report: StepReport | None = None
-        self.tokens_total = 0
         self._membership = membership
         self._transport = transport
         self._observe = observe
         self._watches: dict[int, Stopwatch] = {}  # by round: the next plan may come before the last update is folded
         self._opened = opened
-        self._committed: dict[int, tuple[Term, str]] = {}
+        self._committed: dict[int, tuple[Term, str, int]] = {}
         self._traffic: dict[PeerId, PeerTraffic] = {}
 
     # ---------------------------------------------------------------- as the round goes on
@@ -65,8 +64,9 @@ class RoundBook:
         if watch is not None:
             watch.member_finished(message.contribution.peer, arrived, rtt_seconds)
 
-    def committed(self, update: Update, term: Term, leader: str) -> None:
-        self._committed[update.round] = (term, leader)
+    def committed(self, update: Update, term: Term, leader: str, tokens_total: int) -> None:
+        """`tokens_total` are the run's, with this update."""
+        self._committed[update.round] = (term, leader, tokens_total)
 
     # ---------------------------------------------------------------- the round is over
 
@@ -76,8 +76,7 @@ class RoundBook:
         self._watches = {round: later for round, later in self._watches.items() if round > update.round}
         times = times_of(watch, self._opened, now, fold_seconds)
         self._opened = now
-        self.tokens_total += update.tokens
-        who = self._committed.pop(update.round, (Term(0, ""), ""))
+        who = self._committed.pop(update.round, (Term(0, ""), "", 0))
         self._observe(self._observation(update, watch, times, who))
         ppl = validation_of(update)
         if ppl is not None:
@@ -89,7 +88,7 @@ class RoundBook:
             self._observe(obs.Validated(round, ppl, final=True))
 
     def _observation(
-        self, update: Update, watch: Stopwatch | None, times: obs.PeerTimes, who: tuple[Term, str]
+        self, update: Update, watch: Stopwatch | None, times: obs.PeerTimes, who: tuple[Term, str, int]
     ) -> obs.RoundCommitted:
         plan, local = (watch.plan, watch.local) if watch else (None, None)
         result, own = (local.result, local.contribution) if local else (NO_WORK, None)
@@ -109,7 +108,7 @@ class RoundBook:
             inner_steps=mine.inner_steps if mine else 0,
             planned_tokens=plan.planned_tokens if plan else 0,
             tokens=own.tokens if own and own.payload in [c.payload for c in update.contributors] else 0,
-            tokens_total=self.tokens_total,
+            tokens_total=who[2],
             loss=result.loss if result.steps else None,
             validation_ppl=validation_of(update),
             learning_rate=result.learning_rate,

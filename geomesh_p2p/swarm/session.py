@@ -50,6 +50,7 @@ from geomesh_p2p.swarm.work import Bench, Job, Listeners
 
 EXCHANGE_MESSAGES = (msg.Chunk, msg.ChunkAck, msg.PartHeader, msg.ChunkWanted, msg.ChunkMissing)
 LINGER_SECONDS = 20.0
+SHOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,10 @@ class Session:
 
     async def run(self) -> None:
         """Takes part until the end. The transport must hand its messages to `receive` and its requests to `answer`."""
+        self.around.observe(obs.LogStands(self.replica.round, self.replica.log.tokens))
         self._put(ev.Ready(self.profile))
         self._end_if_over(self.replica.round)
-        loops = [self._spawn(loop) for loop in (self._drive(), self._tick(), self._beat())]
+        loops = [self._spawn(loop) for loop in (self._drive(), self._tick(), self._beat(), self._watch_exchange())]
         over = asyncio.ensure_future(self._over.wait())
         try:
             await asyncio.wait([over, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -222,6 +224,15 @@ class Session:
         for peer in members.forget_gone(self.around.clock(), seconds, self.replica.view):
             self.around.transport.forget(peer)
 
+    async def _watch_exchange(self) -> None:
+        """Says how far an exchange is, for as long as it lasts."""
+        while True:
+            await asyncio.sleep(SHOW_SECONDS)
+            if self.replica.phase in ("straggler_idle", "exchange") and (current := self.desk.progress()) is not None:
+                plan, p = current
+                said = obs.ExchangeProgress(plan.round, p.done_bytes, p.total_bytes, p.sent_bytes, p.remaining_seconds)
+                self.around.observe(said)
+
     def _heartbeat(self) -> msg.Heartbeat:
         step = self.book.last_step_report
         return msg.Heartbeat(
@@ -308,7 +319,8 @@ class Session:
             self.bench.drop()
         self.desk.committed(update)
         self._score(update)
-        self.book.committed(update, self.replica.term, self.around.membership.site_of(self.replica.leader))
+        leader = self.around.membership.site_of(self.replica.leader)
+        self.book.committed(update, self.replica.term, leader, state.tokens)
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         final = update.round >= self.planning.final_round

@@ -1,7 +1,7 @@
 """JSON lines between a peer and the `geomesh mesh` that started it: what the table shows, and the calibration.
 
 Child to parent: {"event": E, ...} with E one of address, ready_to_calibrate, calibration, exit, or an observation's kind
-(phase, plan, round, validated, progress, ...).
+(phase, plan, round, validated, progress, exchange, ...).
 Parent to child: {"calibrate": true}, {"time_scale": x}. The end of the parent's side means: stop, as SIGTERM does.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.telemetry.sinks import METRICS_KINDS, jsonable
 
-TOLD: dict[type, str] = {**METRICS_KINDS, seen.TrainingProgress: "progress"}
+TOLD: dict[type, str] = {**METRICS_KINDS, seen.TrainingProgress: "progress", seen.ExchangeProgress: "exchange"}
 
 
 class ControlChannel:

@@ -7,6 +7,7 @@ and their series go when they go.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -31,7 +32,7 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "is_leader": (Gauge, (), "1 if this peer leads"),
     "members": (Gauge, (), "Sites known and heard, this one included"),
     "phase": (Gauge, ("phase",), "1 for the phase this peer is in"),
-    "rounds_committed": (Counter, (), "Rounds committed by this peer since it started"),
+    "rounds_committed": (Counter, (), "Rounds committed by this process: begins at zero with it, for rate()"),
     "rounds_discarded": (Counter, ("reason",), "Attempts given up"),
     "digest_mismatches": (Counter, (), "Digests that differed from another peer's"),
     "seconds": (Counter, ("phase",), "Where the time of committed rounds went"),
@@ -43,11 +44,16 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "batch": (Gauge, (), "Sequences a step in the last round"),
     "inner_steps": (Gauge, (), "Inner steps in the last round"),
     "step_seconds": (Gauge, (), "Median inner step of the last round"),
-    "tokens": (Counter, (), "Tokens this peer trained in committed rounds"),
-    "run_tokens": (Gauge, (), "Tokens of all peers in the log"),
+    "tokens": (Counter, (), "Tokens this process trained in committed rounds: begins at zero with it, for rate()"),
+    "run_tokens": (Gauge, (), "Tokens of all peers in the log: goes on over restarts, absent until the log is known"),
     "tokens_per_second": (Gauge, (), "Speed of the inner loop now"),
     "loss": (Gauge, (), "Training loss (nats a token)"),
     "validation_perplexity": (Gauge, (), "Of the anchor, as last validated"),
+    "validation_round": (Gauge, (), "Round of the anchor that was last validated"),
+    "exchange_share": (Gauge, (), "Share of the expected bytes that are here, of the exchange going on or the last one"),
+    "exchange_received_bytes": (Gauge, (), "Payload bytes received in the exchange going on or the last one"),
+    "exchange_sent_bytes": (Gauge, (), "Payload bytes sent in the exchange going on or the last one"),
+    "exchange_remaining_seconds": (Gauge, (), "Until the exchange going on has all bytes, at the rate so far (NaN: unknown)"),
     "learning_rate": (Gauge, ("optimizer",), "Learning rate of the inner and the outer optimizer"),
     "payload_bytes": (Counter, ("direction", "remote"), "Bytes of contributions and updates"),
     "overhead_bytes": (Counter, ("direction", "remote"), "All other bytes"),
@@ -71,6 +77,8 @@ REPLAN_REASONS = ("attempt", "members", "topology", "batch", "steps")
 DIGEST_MISMATCH = "digest_mismatch"
 MAX_REASONS = 32
 MAX_GONE = 128
+FROM_THE_LOG = ("round", "run_tokens")
+"""What a run has come to: no series until the log is known, so that a restart never makes them fall."""
 
 
 class Metrics:
@@ -96,7 +104,7 @@ class Metrics:
     def _begin(self, outer_learning_rate: float) -> None:
         """Series whose labels are known from the start exist from the start, at zero."""
         for name, (_, labels, _) in TABLE.items():
-            if not labels:
+            if not labels and name not in FROM_THE_LOG:
                 self._of(name)
         for name, label, values in (
             ("seconds", "phase", TIMED_PHASES),
@@ -135,6 +143,18 @@ class Metrics:
                 self._of("rounds_discarded", reason=event.reason if event.reason in DISCARD_REASONS else "other").inc()
             case seen.Validated():
                 self._of("validation_perplexity").set(event.perplexity)
+                self._of("validation_round").set(event.round)
+            case seen.ExchangeProgress():
+                for name, number in (
+                    ("exchange_share", event.share),
+                    ("exchange_received_bytes", event.received_bytes),
+                    ("exchange_sent_bytes", event.sent_bytes),
+                    ("exchange_remaining_seconds", math.nan if event.remaining_seconds is None else event.remaining_seconds),
+                ):
+                    self._of(name).set(number)
+            case seen.LogStands():
+                self._of("round").set(event.round)
+                self._of("run_tokens").set(event.tokens_total)
             case seen.MembersChanged():
                 self._of("members").set(len(event.sites))
                 self._of("term").set(event.term)
@@ -177,7 +197,6 @@ class Metrics:
             ("round_planned_seconds", event.planned_seconds),
             ("run_tokens", event.tokens_total),
             ("loss", event.loss),
-            ("validation_perplexity", event.validation_ppl),
         ):
             if value is not None:
                 self._of(name).set(value)

@@ -17,6 +17,7 @@ from typing import Any
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Range, Term
 from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.telemetry.status import StatusLine
 
 log = logging.getLogger("geomesh")
 
@@ -140,17 +141,22 @@ class MetricsFile:
 
 
 class ConsoleReporter:
-    """Plain lines for a person: what happened, and at least every `quiet_seconds` phase, round, members, speed and next event.
+    """Plain lines for a person: what happened, and at least every `quiet_seconds` what it does, how far it is, and what comes
+    next and when. `rounds` is the run's last round, if known.
 
     `start()` runs the timer in a thread of its own, so that silence is broken even when everything else hangs.
     """
 
-    def __init__(self, site: str, quiet_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic):
-        self._site, self._quiet_seconds, self._clock = site, quiet_seconds, clock
-        self._phase = seen.PhaseChanged("starting", 0)
-        self._phase_since = self._last_line = clock()
-        self._progress: seen.TrainingProgress | None = None
-        self._members = seen.MembersChanged((), "", 0)
+    def __init__(
+        self,
+        site: str,
+        quiet_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        rounds: int | None = None,
+    ):
+        self._quiet_seconds, self._clock = quiet_seconds, clock
+        self._last_line = clock()
+        self.status = StatusLine(site, clock, rounds)
         self._stopping = threading.Event()
 
     def start(self) -> None:
@@ -166,52 +172,26 @@ class ConsoleReporter:
     def tick(self) -> None:
         """Prints the status line if nothing was printed for `quiet_seconds`."""
         if self._clock() - self._last_line >= self._quiet_seconds:
-            self._say(self.status())
+            self._say(str(self.status))
 
     def __call__(self, event: Any) -> None:
-        match event:
-            case seen.PhaseChanged():
-                self._phase, self._phase_since = event, self._clock()
-                if event.phase != "training":
-                    self._progress = None
-            case seen.TrainingProgress():
-                self._progress = event
-            case seen.MembersChanged():
-                self._members = event
+        self.status.take(event)
         text = describe(event)
         if text:
             self._say(text, logging.WARNING if isinstance(event, seen.Warned | seen.PeerLost) else logging.INFO)
 
-    def status(self) -> str:
-        """One line: phase, round, members, speed, next event."""
-        phase, progress = self._phase, self._progress
-        parts = [f"round {phase.round}: {phase.phase.replace('_', ' ')}"]
-        if progress is not None:
-            parts.append(f"step {progress.step} of {progress.steps}")
-            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s, loss {progress.loss:.3f}")
-        since = self._clock() - self._phase_since
-        if phase.waiting_for:
-            parts.append(f"waiting for {phase.waiting_for} since {since:.0f} s")
-        if self._members.sites:
-            leader = f", leader {self._members.leader}" if self._members.leader else ", no leader"
-            parts.append(f"{len(self._members.sites)} members ({', '.join(self._members.sites)}){leader}")
-        if progress is not None and progress.step:
-            left = since / progress.step * (progress.steps - progress.step)
-            parts.append(f"next: exchange in about {left:.0f} s")
-        elif phase.deadline_seconds is not None:
-            parts.append(f"next: gives up waiting in {max(0.0, phase.deadline_seconds - since):.0f} s")
-        return "; ".join(parts)
-
     def _say(self, text: str, level: int = logging.INFO) -> None:
         self._last_line = self._clock()
-        log.log(level, "%s", text, extra={"fields": {"phase": self._phase.phase, "round": self._phase.round}})
+        phase = self.status.phase
+        log.log(level, "%s", text, extra={"fields": {"phase": phase.phase, "round": phase.round}})
 
 
 def describe(event: Any) -> str:
     """An observation in words, "" if a person need not see it."""
     match event:
         case seen.RoundCommitted():
-            perplexity = f", perplexity {event.validation_ppl:.2f} before it" if event.validation_ppl is not None else ""
+            of = event.round - 1  # contributions bring the perplexity of the anchor that they began from
+            perplexity = f", perplexity of round {of}: {event.validation_ppl:.2f}" if event.validation_ppl is not None else ""
             loss = f", loss {event.loss:.3f}" if event.loss is not None else ""
             idle = f"idle {event.times.straggler_idle:.1f} s for others, {event.times.wan_idle:.1f} s for bytes"
             return (
@@ -221,7 +201,7 @@ def describe(event: Any) -> str:
         case seen.RoundDiscarded():
             return f"round {event.round}: attempt {event.attempt} discarded: {event.reason.replace('_', ' ')}"
         case seen.Validated():
-            return f"round {event.round}: perplexity {event.perplexity:.3f}" if event.final else ""
+            return f"perplexity of round {event.round}: {event.perplexity:.3f}" if event.final else ""
         case seen.PeerJoined():
             return f"{event.site} joined"
         case seen.PeerLost():

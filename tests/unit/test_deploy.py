@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from geomesh_p2p.core.observations import LogStands
 from geomesh_p2p.core.types import Timing
 from geomesh_p2p.loading import check_sites, load_run, load_sites, resolve_run
 from geomesh_p2p.telemetry.metrics import TIMED_PHASES, Metrics
@@ -50,6 +51,7 @@ def test_composed_sites_are_those_of_the_demo() -> None:
         assert site.config.site == demo[site.name].site
 
 
+@pytest.mark.case("C108")
 def test_prometheus_scrapes_every_peer() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
     targets = {target for job in config["scrape_configs"] for static in job["static_configs"] for target in static["targets"]}
@@ -60,7 +62,9 @@ def test_prometheus_scrapes_every_peer() -> None:
 def test_the_dashboard_asks_only_for_metrics_and_phases_that_exist() -> None:
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/geomesh.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    known = {sample.name for metric in Metrics("north", 0.7).registry.collect() for sample in metric.samples}
+    metrics = Metrics("north", 0.7)
+    metrics(LogStands(0, 0))
+    known = {sample.name for metric in metrics.registry.collect() for sample in metric.samples}
     known |= {f"geomesh_{name}_bytes_total" for name in ("payload", "overhead")}
     for expression in asked:
         assert set(re.findall(r"geomesh_\w+", expression)) <= known

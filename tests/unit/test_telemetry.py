@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,11 @@ from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.errors import ConfigError, TemporaryError
+from geomesh_p2p.lab.table import SiteView, round_line
 from geomesh_p2p.telemetry import log as logs
+from geomesh_p2p.telemetry.control import TOLD
 from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, MetricsServer, what_changed
-from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, jsonable
+from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, describe, jsonable
 from tests.injection.proof import fired, inject, injecting
 
 MEMBER = Assignment("QmA", "north", 8, inner_steps=4, last_batch=8, ranges=(Range(0, 32),), lr_scale=1.0, finish_seconds=2.0)
@@ -103,6 +108,8 @@ def test_a_committed_round_is_counted() -> None:
     metrics = Metrics("north", outer_learning_rate=0.7)
     metrics(ROUND)
     metrics(replace(ROUND, round=6, validation_ppl=None, loss=None, abstained="not finite"))
+    metrics(seen.Validated(4, 12.0, final=False))
+    assert value(metrics, "validation_round") == 4
     assert value(metrics, "round") == 6
     assert value(metrics, "rounds_committed_total") == 2
     assert value(metrics, "tokens_total") == 800
@@ -142,6 +149,7 @@ def test_every_observation_has_its_effect() -> None:
     assert value(metrics, "checkpoint_age_seconds") == 12
 
 
+@pytest.mark.case("C104")
 @pytest.mark.parametrize("farewell", [seen.PeerLost("QmB", "south", 5.0), seen.MembersChanged(("north", "west"), "north", 3)])
 def test_a_lost_peers_series_go(farewell: object) -> None:
     metrics = Metrics("north", outer_learning_rate=0.7)
@@ -227,7 +235,18 @@ def test_anything_else_is_not_found(server: MetricsServer) -> None:
 
 
 @pytest.mark.case("C103")
+def test_three_peers_on_one_host_answer_each_on_a_port_of_its_own() -> None:
+    names = ("north", "south", "west")
+    servers = [MetricsServer(Metrics(name, 0.7), MetricsSection()) for name in names]
+    assert len({server.port for server in servers}) == 3
+    for name, server in zip(names, servers, strict=True):
+        sites = set(re.findall(r'site="(\w+)"', get(server, "/metrics")[1]))
+        assert sites == {name}
+        server.close()
+
+
 @pytest.mark.fault
+@pytest.mark.case("C103")
 def test_a_port_that_is_taken_is_named_and_another_one_serves() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -248,6 +267,43 @@ def test_a_port_that_is_taken_is_named_and_another_one_serves() -> None:
 def test_a_host_that_is_not_this_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"metrics\.host = '192\.0\.2\.1'"):
         MetricsServer(Metrics("north", 0.7), MetricsSection(host="192.0.2.1", port=9464))
+
+
+@pytest.mark.fault
+@pytest.mark.case("C110")
+def test_fifty_idle_connections_hold_up_no_scrape(server: MetricsServer) -> None:
+    """Each connection has a thread and a time-out of its own; none of it is on the thread that trains."""
+    idle: list[socket.socket] = []
+    inject(lambda: idle.extend(socket.create_connection((server.host, server.port)) for _ in range(50)))
+    fired(len(idle) == 50 and all(one.getpeername()[1] == server.port for one in idle), "fifty clients are connected")
+    answers = [get(server, "/metrics") for _ in range(3)]
+    assert [status for status, _ in answers] == [200] * 3
+    handlers = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    assert handlers
+    assert all(thread.daemon and thread is not threading.main_thread() for thread in handlers)
+    for one in idle:
+        one.close()
+
+
+@pytest.mark.case("C106")
+def test_what_a_run_has_come_to_never_falls_over_a_restart() -> None:
+    """The run's figures come from the log: absent until it is read, then at least what they were."""
+
+    def scraped(metrics: Metrics) -> list[float | None]:
+        return [value(metrics, "run_tokens"), value(metrics, "round")]
+
+    before = Metrics("north", 0.7)
+    before(seen.LogStands(0, 0))
+    before(replace(ROUND, round=5, tokens_total=1800))
+    assert scraped(before) == [1800, 5]
+    after = Metrics("north", 0.7)
+    assert scraped(after) == [None, None], "no series is no fall"
+    after(seen.LogStands(5, 1800))
+    assert scraped(after) == [1800, 5]
+    after(replace(ROUND, round=6, tokens_total=2600))
+    assert scraped(after) == [2600, 6]
+    assert value(after, "tokens_total") == 400, "a process's own counter begins at zero, and its help says so"
+    assert "begins at zero with it, for rate()" in TABLE["tokens"][2]
 
 
 # ---------------------------------------------------------------- files
@@ -331,9 +387,9 @@ def test_metrics_file_never_raises_and_says_once_why_it_stopped(caplog: pytest.L
 def test_silence_is_broken_with_phase_round_members_speed_and_next_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = FakeClock()
-    console = ConsoleReporter("north", quiet_seconds=30, clock=clock)
+    console = ConsoleReporter("north", quiet_seconds=30, clock=clock, rounds=40)
     console(seen.MembersChanged(("north", "south"), "south", 3))
-    console(seen.PhaseChanged("training", 5))
+    console(seen.PhaseChanged("training", 4))
     clock.now += 10
     console(seen.TrainingProgress(5, step=5, steps=20, tokens_per_second=2210.0, loss=2.31))
     console.tick()
@@ -342,18 +398,87 @@ def test_silence_is_broken_with_phase_round_members_speed_and_next_event(caplog:
     console.tick()
     console.tick()
     (line,) = caplog.messages
-    for part in ("round 5: training", "step 5 of 20", "2,210 tokens/s", "2 members (north, south), leader south"):
+    for part in ("round 5 of 40: training", "step 5 of 20", "2,210 tokens/s", "2 members (north, south), leader south"):
         assert part in line
     assert line.endswith("next: exchange in about 90 s")
+
+
+@pytest.mark.case("C120")
+def test_whatever_a_peer_does_a_line_at_least_every_30_s_says_what_how_far_and_what_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every phase for two minutes each, in silence but for what a peer observes of itself."""
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    console = ConsoleReporter("north", clock=clock, rounds=40)
+    said: dict[str, list[tuple[float, str]]] = {}
+
+    def wait(phase: str, seconds: int) -> None:
+        for _ in range(seconds):
+            clock.now += 1
+            console.tick()
+            said.setdefault(phase, []).extend((clock.now, line) for line in caplog.messages)
+            caplog.clear()
+
+    wait("starting", 120)
+    console(seen.LogStands(3, 1000))
+    console(seen.MembersChanged(("north", "south"), "south", 3))
+    console(replace(ROUND, round=4))
+    for phase in seen.PHASES[1:]:
+        if phase == "training":
+            console(seen.PlanAdopted(PLAN))
+        console(seen.PhaseChanged(phase, 4, "" if phase == "training" else "south"))
+        if phase == "training":
+            console(seen.TrainingProgress(5, 5, 20, 2210.0, 2.31))
+        if phase == "exchange":
+            console(seen.ExchangeProgress(5, 30_000_000, 60_000_000, 25_000_000, 70.0))
+        wait(phase, 120)
+    assert set(said) == set(seen.PHASES)
+    for phase, lines in said.items():
+        times = [at for at, _ in lines]
+        assert len(times) >= 3
+        assert max(late - early for early, late in pairwise(times)) <= 31, phase
+        for _, line in lines[1:]:
+            assert re.search(rf"round \d+ of 40: {phase.replace('_', ' ')}", line), line
+            assert "tokens/s" in line or phase == "starting", line
+            assert "2 members (north, south), leader south" in line or phase == "starting", line
+            assert re.search(r"next: .*(in about \d+ s|once .* is there|any moment|when is not known)", line), line
+            assert "the run's end in about" in line or phase == "starting", line
+    assert "exchange, 50%, 30.0 MB in, 25.0 MB out, 70 s left" in said["exchange"][1][1]
+    assert "waiting for south since" in said["straggler_idle"][1][1]
+
+
+@pytest.mark.case("C121")
+def test_an_exchange_shows_percent_bytes_and_time_left_on_screen_and_as_metrics() -> None:
+    progress = seen.ExchangeProgress(5, 45_000_000, 60_000_000, 40_000_000, 15.4)
+    console, metrics, view = ConsoleReporter("north"), Metrics("north", 0.7), SiteView("north")
+    for observer in (console, metrics):
+        observer(seen.PhaseChanged("exchange", 4, "the exchange"))
+        observer(progress)
+    view.take({"event": TOLD[type(progress)], **jsonable(progress)})
+    assert "exchange, 75%, 45.0 MB in, 40.0 MB out, 15 s left" in str(console.status)
+    assert "next: commit in about 15 s" in str(console.status)
+    assert view.state == "exchange 75.0%, 45.0 MB in, 40.0 MB out, 15 s left"
+    for name, expected in (("share", 0.75), ("received_bytes", 4.5e7), ("sent_bytes", 4e7), ("remaining_seconds", 15.4)):
+        assert value(metrics, f"exchange_{name}") == expected
+    view.take({"event": "exchange", **jsonable(replace(progress, expected_bytes=0, received_bytes=0, remaining_seconds=None))})
+    assert view.state == "exchange 100.0%, 0 B in, 40.0 MB out"
 
 
 def test_whoever_waits_says_for_whom_since_when_and_how_long_still() -> None:
     clock = FakeClock()
     console = ConsoleReporter("north", clock=clock)
-    console(seen.PhaseChanged("commit", 5, waiting_for="south, west", deadline_seconds=20.0))
+    console(seen.PhaseChanged("commit", 4, waiting_for="south, west", deadline_seconds=20.0))
     clock.now += 8
-    assert "round 5: commit; waiting for south, west since 8 s" in console.status()
-    assert "gives up waiting in 12 s" in console.status()
+    assert "round 5: commit; waiting for south, west since 8 s" in str(console.status)
+    assert "gives up waiting in 12 s" in str(console.status)
+
+
+def test_a_perplexity_is_said_with_the_round_whose_model_it_is_of() -> None:
+    """A round's contributions bring the perplexity of the anchor before it; the report's column is by that model's round."""
+    assert "perplexity of round 4: 12.00" in describe(ROUND)
+    assert describe(seen.Validated(5, 11.0, final=True)) == "perplexity of round 5: 11.000"
+    assert "val ppl of round 4 12.00" in round_line(5, [{**jsonable(ROUND), "digest": "ab"}])
 
 
 def test_events_that_matter_are_told(caplog: pytest.LogCaptureFixture) -> None:
