@@ -70,7 +70,7 @@ class DatasetSection(Section):
     read_seconds: PositiveFloat = 60.0
     """A data source that is silent for so long: a start ends with exit code 75, a round goes on without this peer."""
     keep_tokens: bool = True
-    """Tokens are kept in FOLDER/tokens of run.folder, shared by the peers of a host: the next start reads no text."""
+    """Tokens are kept in ~/.cache/geomesh/tokens (XDG_CACHE_HOME), for all peers of a host: the next start reads no text."""
 
 
 class InnerSection(Section):

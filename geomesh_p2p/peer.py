@@ -61,9 +61,9 @@ MakeEngine = Callable[[RunConfig, SiteConfig, Callable[[Any], None]], LocalEngin
 
 def torch_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]) -> LocalEngine:
     from geomesh_p2p.engine.engine import TorchEngine
+    from geomesh_p2p.engine.token_cache import users_folder
 
-    cache = Path(run.run.folder) / "tokens" if run.dataset.keep_tokens else None
-    return TorchEngine(run, site, cache=cache, report=report)
+    return TorchEngine(run, site, cache=users_folder() if run.dataset.keep_tokens else None, report=report)
 
 
 @dataclass(frozen=True)

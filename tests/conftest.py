@@ -8,7 +8,10 @@ switched off, and wants each to say that its fault did not fire.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="geomesh-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--without-faults"):
         os.environ[SWITCH] = "1"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

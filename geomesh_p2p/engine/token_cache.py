@@ -46,6 +46,12 @@ class _Description:
     held_out: int
 
 
+def users_folder() -> Path | None:
+    """Where this user's programs keep what they can make again (XDG base directories); None if nobody says."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "geomesh" / "tokens" if os.path.isabs(base) else None
+
+
 def kept(cache: Path, key: str, prepare: Callable[[], Prepared], patience_seconds: float) -> Prepared:
     """What `prepare` gives, from disk if it is there whole; else made and, if there is room, kept. While another process
     makes it, it is waited for, `patience_seconds` at most."""

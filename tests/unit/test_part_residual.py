@@ -17,7 +17,7 @@ MEAN = np.linspace(-1, 2, len(SHARE)).astype(np.float32)
 
 
 def answered(residual: PartResidual, body: bytes) -> np.ndarray:
-    part = CODEC.encode_part(MEAN, SHARE, residual.of(SHARE))
+    part = CODEC.encode_part(MEAN, SHARE, residual.of(SHARE), 1)
     residual.answered(body, SHARE, MEAN, part)
     return part
 
