@@ -108,6 +108,7 @@ class Session:
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
         self._ends = False
+        self._seen_plan: Plan | None = None
         self._seen_members: tuple[tuple[str, ...], str] = ((), "")
         self._seen_phase: tuple[str, int, str] | None = None
         self._seen_leader: tuple[Term, PeerId] | None = None
@@ -365,6 +366,9 @@ class Session:
 
     def _train(self, plan: Plan, reuse: bool) -> None:
         self.around.observe(obs.PlanAdopted(plan))
+        if self._seen_plan is None:
+            self._say_who_differs(plan)
+        self._seen_plan = plan
         self.book.plan_adopted(plan, self.around.clock())
         job, mine = self.bench.job, plan.of(self.profile.peer)
         if reuse and job is not None:
@@ -517,6 +521,15 @@ class Session:
         self._spawn(self._linger())
 
     # ---------------------------------------------------------------- what observers are told
+
+    def _say_who_differs(self, plan: Plan) -> None:
+        """A run that goes on with other peers than those who had it says so."""
+        view, sites = self.replica.view, self.replica.s.sites
+        gone = sites(peer for peer in view if peer not in plan.peers)
+        if gone and plan.round > 1:
+            new = sites(peer for peer in plan.peers if peer not in view)
+            text = f"the run goes on without {gone}{' and with ' + new if new else ''}: what they had begun is read by others"
+            self.around.observe(obs.Warned("other_members", text))
 
     def _show_members(self) -> None:
         members = self.around.membership

@@ -9,8 +9,9 @@ from typing import Any
 
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
-from geomesh_p2p.core.types import Founding
+from geomesh_p2p.core.types import BatchTime, Founding, Timing
 from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.engine.snapshots import Snapshots
 from geomesh_p2p.swarm.memory import Network
 from tests.mesh.toy import ToyPeer
 
@@ -43,17 +44,26 @@ def torch_run(paths: tuple[str, ...], **sections: dict[str, Any]) -> RunConfig:
 
 
 def torch_site(name: str) -> SiteConfig:
-    return SiteConfig.model_validate({"site": {"name": name}, "device": {"name": "cpu", "threads": 1, "max_batch": 2}})
+    return SiteConfig.model_validate({"site": {"name": name}, "device": {"name": "cpu", "threads": 1}})
 
 
 @dataclass
 class TorchPeer(ToyPeer):
     """`prepare` may change an engine before it is used."""
 
+    timing = Timing(
+        heartbeat_seconds=0.2, heartbeat_limit_seconds=2.5, election_seconds=0.8, lease_seconds=2.7, settle_seconds=0.3,
+        retry_seconds=0.3,
+    )  # fmt: skip
     prepare: Callable[[TorchEngine], None] = field(default=lambda _engine: None)
 
     def make_engine(self) -> TorchEngine:
         engine = TorchEngine(self.run, torch_site(self.name), report=self.events.append)
+        snapshot = Snapshots(self.folder / self.name, 2).newest()
+        if snapshot is not None and snapshot.inner is not None:
+            engine.load_inner(str(snapshot.inner))
+        curve = tuple(BatchTime(batch, 0.004 * batch) for batch in (1, 2, 4, 8))  # measuring is not what these tests are about
+        engine.measure = lambda: curve  # type: ignore[method-assign]
         self.prepare(engine)
         self.layout = engine.layout  # type: ignore[misc]
         self.engine = engine
