@@ -199,7 +199,8 @@ async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(tmp_
 
         def validate(share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
             begun = time.monotonic()
-            while time.monotonic() < begun + (3.2 if len(seconds) < 2 else 0.0) and not (should_close is not None and should_close()):
+            until = begun + (3.2 if len(seconds) < 2 else 0.0)
+            while time.monotonic() < until and not (should_close is not None and should_close()):
                 time.sleep(0.02)
             seconds.append(time.monotonic() - begun)
             return real(share, of, should_close)

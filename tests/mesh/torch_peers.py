@@ -47,14 +47,18 @@ def torch_site(name: str) -> SiteConfig:
     return SiteConfig.model_validate({"site": {"name": name}, "device": {"name": "cpu", "threads": 1}})
 
 
+PATIENT = Timing(
+    heartbeat_seconds=0.2, heartbeat_limit_seconds=2.5, election_seconds=0.8, lease_seconds=2.7, settle_seconds=0.3,
+    retry_seconds=0.3,
+)  # fmt: skip
+"""Several engines share the interpreter."""
+
+
 @dataclass
 class TorchPeer(ToyPeer):
     """`prepare` may change an engine before it is used."""
 
-    timing = Timing(
-        heartbeat_seconds=0.2, heartbeat_limit_seconds=2.5, election_seconds=0.8, lease_seconds=2.7, settle_seconds=0.3,
-        retry_seconds=0.3,
-    )  # fmt: skip
+    timing: Timing = PATIENT
     prepare: Callable[[TorchEngine], None] = field(default=lambda _engine: None)
 
     def make_engine(self) -> TorchEngine:
@@ -65,7 +69,7 @@ class TorchPeer(ToyPeer):
         curve = tuple(BatchTime(batch, 0.004 * batch) for batch in (1, 2, 4, 8))  # measuring is not what these tests are about
         engine.measure = lambda: curve  # type: ignore[method-assign]
         self.prepare(engine)
-        self.layout = engine.layout  # type: ignore[misc]
+        self.layout = engine.layout
         self.engine = engine
         return engine
 

@@ -153,8 +153,8 @@ class ToyPeer:
         """A session and a model from what the folder holds."""
         self.store = self.make_store()
         snapshots, engine, run, timing = self.make_snapshots(), self.make_engine(), self.run, self.timing
-        snapshot = snapshots.newest()
-        state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(engine.weights().copy())
+        initial, snapshot = engine.weights().copy(), snapshots.newest()
+        state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(initial.copy())
         log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
         model = LocalModel(self.peer, self.name, engine, self.layout, state, run.codec, OuterSection(), None, log.round)
         while (found := self.store.read_update(log.round + 1)) is not None:
@@ -182,7 +182,7 @@ class ToyPeer:
             observe=self.events.append,
             history=self.note,
             rebuild=Rebuilder(
-                self.store, snapshots, lambda: np.zeros(self.layout.parameters, np.float32), self.founding,
+                self.store, snapshots, lambda: initial, self.founding,
                 (self.layout, run.codec, OuterSection()),
             ),
             clock=self.clock,
