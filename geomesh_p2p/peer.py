@@ -203,7 +203,7 @@ class Peer:
         profile = Profile(transport.peer, self.name, engine.device_label, await self._beside(engine.measure))
         (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
 
-        directory = Directory(transport, self.run.run.id)
+        directory = Directory(transport, self.run.run.id, is_member=membership.admitted)
         await directory.start()
         meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory, known))
         meeting.add_done_callback(self._met)

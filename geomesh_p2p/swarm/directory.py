@@ -3,13 +3,14 @@
 Key: the run's name. Subkey: the peer id. Value: [record, public key, signature], signed by the peer's libp2p key, which
 hashes to the peer id. Every node refuses to store or to pass on what is not signed so, is too large, or would live too
 long; readers check again. A record's age is taken from the reader's own monotonic clock, counted from when it first saw
-that record, so hosts' clocks may differ by up to SKEW_SECONDS without harm.
+that record, so hosts' clocks may differ by up to SKEW_SECONDS without harm. What a node keeps is bounded (shelf.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -27,13 +28,15 @@ from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.identity import Identity, verify
+from geomesh_p2p.swarm.shelf import Checked, IsMember, Shelf, SmallTable
 from geomesh_p2p.swarm.wire import PROTOCOL_VERSION
 
 LIFETIME_SECONDS = 30.0
 REFRESH_SECONDS = 10.0
 SKEW_SECONDS = 120.0
 MAX_RECORD_BYTES = 4096
-MAX_RECORDS = 512            # read at one time
+MAX_RECORDS = 512            # of members, read at one time
+STRANGERS_READ = 64
 STOP_SECONDS = 3.0
 
 
@@ -52,6 +55,7 @@ class Record:
     lifetime_seconds: float = LIFETIME_SECONDS
     serial: int = 0
     peer: PeerId = ""
+    expires: float = 0.0          # as the DHT knows it: nobody else can give an old record a longer life
 
 
 class Host(Protocol):
@@ -97,21 +101,25 @@ def _signed(key: bytes, packed: bytes) -> bytes:
 
 
 class _OnlySigned(RecordValidatorBase):
-    """What this node stores for others, and takes from them: signed records, none for longer than records live."""
+    """What this node stores for others, and takes from them: signed records of its own run's name, none for longer than
+    records live or than they say themselves."""
 
-    def __init__(self, ignored: Counter[str]) -> None:
-        self._ignored = ignored
+    def __init__(self, key: bytes, ignored: Counter[str], is_member: IsMember, checked: Checked) -> None:
+        self._key, self._ignored, self._is_member, self._checked = key, ignored, is_member, checked
 
     def validate(self, record: DHTRecord) -> bool:
         try:
+            if record.key != self._key:
+                raise RecordError("record: of another run's name")
             if record.expiration_time > get_dht_time() + LIFETIME_SECONDS + 2 * SKEW_SECONDS:
                 raise RecordError("record: lives too long")
             if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 128:
                 raise RecordError("record: too large")
-            peer, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
-            if not isinstance(peer, str):
-                raise RecordError("record: no peer id")
-            open_record(record.key, peer, value)
+            expires = self._checked.knows(record.subkey, record.value)
+            if expires is None:
+                expires = self._verified(record)
+            if abs(record.expiration_time - expires) > 0.01:
+                raise RecordError("record: another's idea of when it expires")
         except RecordError as error:
             self._ignored[str(error)] += 1
             return False
@@ -120,14 +128,28 @@ class _OnlySigned(RecordValidatorBase):
             return False
         return True
 
+    def _verified(self, record: DHTRecord) -> float:
+        peer, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
+        if not isinstance(peer, str) or len(peer) > 100:
+            raise RecordError("record: no peer id")
+        if not self._is_member(peer) and not self._checked.affordable():
+            raise RecordError("record: too many at once")
+        expires = open_record(record.key, peer, value).expires
+        self._checked.remember(record.subkey, record.value, expires)
+        return expires
+
 
 class Directory:
     """One peer's view of the directory. start() after the transport's; whomever that meets is introduced."""
 
     def __init__(
-        self, host: Host, run_name: str, lifetime_seconds: float = LIFETIME_SECONDS, refresh_seconds: float = REFRESH_SECONDS
-    ) -> None:
+        self, host: Host, run_name: str, lifetime_seconds: float = LIFETIME_SECONDS, refresh_seconds: float = REFRESH_SECONDS,
+        is_member: IsMember = lambda peer: False,
+    ) -> None:  # fmt: skip
+        """`is_member`: whose records matter more than strangers'."""
         self.ignored: Counter[str] = Counter()
+        self._is_member = is_member
+        self._checked = Checked(time.monotonic)
         self._host = host
         self._name = f"geomesh/{run_name}"
         self._key = DHTID.generate(source=self._name).to_bytes()
@@ -155,7 +177,7 @@ class Directory:
                 node = await DHTNode.create(
                     p2p,
                     node_id=old.node_id if old is not None else None,
-                    record_validator=_OnlySigned(self.ignored),
+                    record_validator=_OnlySigned(self._key, self.ignored, self._is_member, self._checked),
                     ensure_bootstrap_success=False,
                     strict=False,
                     cache_locally=False,
@@ -163,9 +185,13 @@ class Directory:
                 )
             except (P2PDaemonError, OSError) as error:
                 raise Unreachable(str(error)) from None
+            protocol = node.protocol
+            protocol.storage, protocol.cache = Shelf(self._key, self._is_member), Shelf(self._key, self._is_member)
+            table = protocol.routing_table
+            protocol.routing_table = SmallTable(node.node_id, table.bucket_size, table.depth_modulo, self._is_member)
             if old is not None:
                 old.is_alive = False
-                node.protocol.storage = old.protocol.storage
+                protocol.storage = old.protocol.storage
             self._introduced.clear()
             self._node = node
             return node
@@ -173,7 +199,9 @@ class Directory:
     async def _get_to_know(self) -> DHTNode:
         """Introduce the node to those of peers that the transport has met since the last time. Raises Unreachable."""
         node = await self._living_node()
-        new = [peer for peer in self._host.met() if peer not in self._introduced]
+        met = self._host.met()
+        self._introduced &= set(met)
+        new = [peer for peer in met if peer not in self._introduced]
         if not new:
             return node
         answers = await asyncio.gather(*(node.protocol.call_ping(PeerID.from_base58(peer)) for peer in new))
@@ -197,7 +225,8 @@ class Directory:
         node = await self._get_to_know()
         # A later expiry replaces an earlier one, even if this host's clock has been set back.
         self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
-        value = sign_record(self._host.identity, self._key, replace(self._record, serial=time.time_ns()))
+        record = replace(self._record, serial=time.time_ns(), expires=self._expires)
+        value = sign_record(self._host.identity, self._key, record)
         return bool(await node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
 
     async def _refresh(self) -> None:
@@ -209,7 +238,8 @@ class Directory:
                 self.ignored[f"publish: {type(error).__name__}"] += 1
 
     async def peers(self) -> list[Record]:
-        """The other peers' records that are alive, newest first, at most MAX_RECORDS."""
+        """The other peers' records that are alive, newest first: of members all, of others at most STRANGERS_READ, another
+        choice each time, so that a flood of records hides nobody for long."""
         try:
             node = await self._get_to_know()
         except Unreachable:
@@ -218,9 +248,7 @@ class Directory:
         if found is None or not isinstance(found.value, dict):
             return []
         now, records = time.monotonic(), []
-        for peer, (value, _expires) in list(found.value.items())[:MAX_RECORDS]:
-            if peer == self._host.identity.peer:
-                continue
+        for peer, (value, _expires) in self._chosen(found.value):
             try:
                 record = open_record(self._key, str(peer), value)
             except RecordError as error:
@@ -233,7 +261,20 @@ class Directory:
                 self.ignored["record: expired"] += 1
                 continue
             records.append(record)
+        if len(self._seen) > MAX_RECORDS:
+            self._seen = {peer: self._seen[peer] for peer in list(self._seen) if peer in found.value or self._is_member(peer)}
+            self._seen = dict(sorted(self._seen.items(), key=lambda entry: entry[1][1])[-MAX_RECORDS:])
         return sorted(records, key=lambda record: -record.serial)
+
+    def _chosen(self, found: dict[Any, Any]) -> list[tuple[Any, Any]]:
+        """Whose records are looked at."""
+        others = {peer: value for peer, value in found.items() if isinstance(peer, str) and peer != self._host.identity.peer}
+        members = [peer for peer in others if self._is_member(peer)]
+        strangers = [peer for peer in others if not self._is_member(peer)]
+        if len(strangers) > STRANGERS_READ:
+            self.ignored["record: one of too many"] += len(strangers) - STRANGERS_READ
+            strangers = random.sample(strangers, STRANGERS_READ)
+        return [(peer, others[peer]) for peer in (*members[:MAX_RECORDS], *strangers)]
 
     async def stop(self) -> None:
         if self._refreshing is not None:
