@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,8 @@ class ExchangeDesk:
     def __init__(self, me: PeerId, transport: Transport, store: Store, setup: ExchangeSetup, listeners: DeskListeners) -> None:
         self._me, self._transport, self._store, self._setup, self._listeners = me, transport, store, setup, listeners
         self._inbox = ExchangeInbox(setup.inbox_bytes)
+        self.dropped: Counter[str] = Counter()
+        """Messages that went nowhere, by reason: those of exchanges that are over, duplicates, what was refused."""
         self._current: Exchange | None = None
         self._bodies: dict[Digest, Body] = {}
         self._sending: Digest | None = None
@@ -76,13 +79,14 @@ class ExchangeDesk:
             self._current = self._sending = None
             self._inbox.close(exchange.plan.digest)
             await exchange.stop(reason)
+            self.dropped.update(exchange.refusals)
 
     def receive(self, sender: PeerId, message: ExchangeMessage) -> None:
         exchange = self._of(message.plan)
         if exchange is not None:
             exchange.receive(sender, message)
-        else:
-            self._inbox.keep(sender, message)
+        elif not self._inbox.keep(sender, message):
+            self.dropped["of an exchange that is over" if self._inbox.is_over(message.plan) else "too early"] += 1
 
     def member_finished(self, plan: Digest, contribution: Contribution) -> None:
         if (exchange := self._of(plan)) is not None:

@@ -31,6 +31,9 @@ class ExchangeInbox:
     def bytes(self) -> int:
         return sum(self._bytes.values())
 
+    def is_over(self, plan: Digest) -> bool:
+        return plan in self._over
+
     def keep(self, sender: PeerId, message: ExchangeMessage) -> bool:
         """False if `message` was dropped."""
         size = FRAME_BYTES + (len(message.data) if isinstance(message, Chunk) else 0)

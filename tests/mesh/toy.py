@@ -16,12 +16,14 @@ from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.log import RoundLog
+from geomesh_p2p.core.observations import Warned
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import InnerResult, Mesh
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.resume import Rebuilder
+from geomesh_p2p.swarm.budgets import Complaints
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
@@ -166,8 +168,15 @@ class ToyPeer:
         self.transport = transport = self.make_transport()
         transport.run = self.founding.run
         me = Self(self.peer, self.name, self.trains, self.founding.fingerprint, {}, self.founding, log.round, log.digest)
-        membership = Membership(me, self.admission, transport.send, timing.heartbeat_limit_seconds)
-        transport.budgets.admitted = membership.admitted
+        complaints = Complaints(lambda reason, text: self.events.append(Warned(reason, text)))
+        membership = Membership(
+            me,
+            self.admission,
+            transport.send,
+            timing.heartbeat_limit_seconds,
+            lambda peer, reason, text: complaints.say(peer, membership.admitted(peer), reason, text),
+        )
+        transport.budgets.admitted, transport.budgets.complaints = membership.admitted, complaints
         settings = Settings(
             timing=timing, trains=self.trains, min_peers=run.run.min_peers, final_round=run.run.rounds, seed=1
         )

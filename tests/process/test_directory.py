@@ -13,13 +13,16 @@ from pathlib import Path
 import msgpack
 import psutil
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.canonical import RecordError, pack
 from geomesh_p2p.swarm import directory as directories
-from geomesh_p2p.swarm.directory import Directory, Record, open_record, sign_record
-from geomesh_p2p.swarm.identity import load_identity
+from geomesh_p2p.swarm.directory import STRANGERS_READ, Directory, Record, open_record, sign_record
+from geomesh_p2p.swarm.identity import Identity, load_identity
+from geomesh_p2p.swarm.shelf import MOST_CHECKED, MOST_NODES, STRANGERS_RECORDS, Shelf, SmallTable
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection.proof import fired, inject
 
@@ -46,12 +49,12 @@ class Place:
 async def place(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Place]]]:
     places: list[Place] = []
 
-    async def start(name: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> Place:
+    async def start(name: str, listen: str = "/ip4/127.0.0.1/tcp/0", members: set[str] | None = None) -> Place:
         async def nothing(*_: object) -> None: ...
 
         transport = Libp2pTransport(NetSection(listen=listen), tmp_path / name / "identity.key")
         await transport.start(lambda *_: None, nothing)  # type: ignore[arg-type]
-        directory = Directory(transport, "demo")
+        directory = Directory(transport, "demo", is_member=(set() if members is None else members).__contains__)
         await directory.start()
         if places:
             await transport.connect_seeds(places[0].transport.addresses())
@@ -155,6 +158,119 @@ async def test_it_goes_on_when_the_daemon_is_killed_under_load(place: Callable[.
     await b.sees(lambda records: [r.round for r in records] == [77])
     await b.directory.announce(record("b", round=78))
     await a.sees(lambda records: [r.round for r in records] == [78])
+
+
+# ---------------------------------------------------------------- a flood
+
+
+def made_up(folder: Path, count: int) -> list[Identity]:
+    """Identities as anybody can make them, by the thousand."""
+    path, made = folder / "made-up.key", []
+    for _ in range(count):
+        path.unlink(missing_ok=True)
+        made.append(load_identity(path))
+    return made
+
+
+@pytest.mark.fault
+@pytest.mark.long
+@pytest.mark.case("C118")
+async def test_ten_thousand_records_and_forged_ones_hide_nobody(
+    place: Callable[..., Awaitable[Place]], tmp_path: Path
+) -> None:
+    """Three honest peers and a stranger, whose node stores 10,000 well-signed records of made-up peers at theirs, forged ones
+    of b, and b's own old one with a longer life."""
+    members: set[str] = set()
+    a, b, c = [await place(name, members=members) for name in "abc"]
+    members |= {one.transport.peer for one in (a, b, c)}
+    for one, name in ((a, "a"), (b, "b"), (c, "c")):
+        await one.directory.announce(record(name, round=1))
+    await c.sees(lambda records: {r.site for r in records} == {"a", "b"})
+    stranger = await place("s")
+    await stranger.directory.peers()
+    key, node = a.directory._key, stranger.directory._node
+    assert node is not None
+    old = b.directory._node.protocol.storage.records().get(b.transport.peer)  # type: ignore[union-attr]
+    await b.directory.announce(record("b", round=2))
+
+    identities = made_up(tmp_path, 500)
+    targets = [PeerID.from_base58(one.transport.peer) for one in (a, b, c)]
+
+    async def flood() -> int:
+        """Every identity sends twenty records one after the other: 10,000 in all, at each of three nodes."""
+        sent = 0
+        for turn in range(20):
+            expires = get_dht_time() + 140 + turn
+            values = [
+                msgpack.packb(sign_record(i, key, replace(record(f"s{n}"), serial=turn, expires=expires)))
+                for n, i in enumerate(identities)
+            ]
+            subkeys = [i.peer for i in identities]
+            for target in targets:
+                await node.protocol.call_store(target, [DHTID.from_bytes(key)] * len(values), values, expires, subkeys)
+            sent += len(values)
+        forged = [msgpack.packb(sign_record(i, key, replace(record("b"), expires=expires))) for i in identities[:50]]
+        for target in targets:
+            for values in (forged, [old.value], [bytes(100_000)]):
+                peers = [b.transport.peer] * len(values)
+                await node.protocol.call_store(target, [DHTID.from_bytes(key)] * len(values), values, expires + 60, peers)
+            others = [DHTID.generate() for _ in range(300)]
+            await node.protocol.call_store(target, others, [b"\xc0"] * 300, expires, ["x"] * 300)
+        return sent
+
+    flooding = inject(flood)
+    sent = await flooding if flooding is not None else 0
+    fired(sent and a.directory.ignored.total() > 5000, "10,000 records and more from a stranger")
+    assert sent == 10_000
+    for one in (a, b, c):
+        protocol = one.directory._node.protocol  # type: ignore[union-attr]
+        kept = protocol.storage.records()
+        assert len(kept.data) <= STRANGERS_RECORDS + len(members) + 1
+        assert len(kept.expiration_heap) <= 3 * len(kept.data) + 32
+        assert set(protocol.storage.data) == {DHTID.from_bytes(key)}
+        assert len(protocol.cache.data) == 0
+        assert len(one.directory._checked) <= MOST_CHECKED
+    for one, others in ((a, "bc"), (b, "ac"), (c, "ab")):
+        found = await one.sees(lambda records, others=others: set(others) <= {r.site for r in records if r.peer in members})
+        (its,) = (r for r in found if r.peer == b.transport.peer) if one is not b else (None,)
+        assert its is None or its.round == 2, "the newest record of b, and no other"
+        assert len(found) <= len(members) + STRANGERS_READ
+        assert len(one.directory._seen) <= directories.MAX_RECORDS + STRANGERS_READ
+
+
+def test_a_shelf_has_room_for_members_whatever_strangers_store() -> None:
+    key, members = DHTID.generate(source="demo"), {f"m{n}" for n in range(40)}
+    shelf, now = Shelf(key.to_bytes(), members.__contains__), get_dht_time()
+    for n in range(40):
+        assert shelf.store_subkey(key, f"m{n}", b"member", now + 100)
+    for n in range(20_000):
+        shelf.store_subkey(key, f"s{n % 7000}", b"stranger" * 100, now + 100 + n * 0.001)
+    kept = shelf.records()
+    assert kept is not None
+    assert members <= set(kept.data)
+    assert len(kept.data) == len(members) + STRANGERS_RECORDS
+    assert len(kept.expiration_heap) <= 2 * len(kept.data) + 16
+    assert not shelf.store_subkey(key, "m1", b"older", now + 99), "an older record neither replaces a newer one nor ends it"
+    assert kept.get("m1").value == b"member"  # type: ignore[union-attr]
+    assert not shelf.store_subkey(DHTID.generate(), "m1", b"another key", now + 200)
+    assert not shelf.store(key, b"no subkey", now + 200)
+
+
+def test_a_table_has_one_node_for_each_peer_and_few_strangers() -> None:
+    def peer(number: int) -> PeerID:
+        return PeerID(b"\x12\x20" + number.to_bytes(32, "big"))
+
+    members = {peer(n).to_base58() for n in range(30)}
+    table = SmallTable(DHTID.generate(), 20, 5, members.__contains__)
+    for n in range(30):
+        table.add_or_update_node(DHTID.generate(), peer(n))
+    for n in range(5000):
+        table.add_or_update_node(DHTID.generate(), peer(100 + n))
+        table.add_or_update_node(DHTID.generate(), peer(100))
+    assert len(table.uid_to_peer_id) <= MOST_NODES
+    assert len(table.peer_id_to_uid) == len(table.uid_to_peer_id)
+    assert sum(len(b.nodes_to_peer_id) + len(b.replacement_nodes) for b in table.buckets) <= MOST_NODES
+    assert {p.to_base58() for p in table.peer_id_to_uid} >= members
 
 
 # ---------------------------------------------------------------- signatures
