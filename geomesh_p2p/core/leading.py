@@ -33,7 +33,7 @@ from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan
 
 AT_WORK = ("training", "straggler_idle", "exchange", "commit")
 LONGEST_BENCH_ROUNDS = 8
-SILENCE_SHARE = 0.1              # of a round's training for which a silent member is waited for
+SILENCE_SHARE = 0.25             # of a round's training for which a silent member is waited for
 Stage = Literal["recover", "collect", "planning", "open", "done"]
 
 

@@ -267,7 +267,7 @@ class VirtualPeer(ToyPeer):
         time = self.now + self.clock_offset
         if self.clock_offset:
             self.effects["clock_jump"] += 1
-        head = {"time": time, "uptime": self.now, "peer": self.peer, "site": self.name, "run": self.founding.run, "kind": kind}
+        head = {"time": time, "peer": self.peer, "site": self.name, "run": self.founding.run, "kind": kind}
         self.lines.append(json.dumps(jsonable({**head, **fields})))
         if kind == "accept":
             self.reached("after_plan", fields["round"])
@@ -286,6 +286,11 @@ class VirtualPeer(ToyPeer):
     @property
     def up(self) -> bool:
         return self.task is not None and not self.task.done() and not self.life.dead
+
+    @property
+    def left(self) -> bool:
+        """It has ended as it was asked to."""
+        return bool(self.outcomes) and self.outcomes[-1][0] == 0
 
     @property
     def leads(self) -> bool:
@@ -435,6 +440,7 @@ class VirtualMesh:
         self.founding = Founding(digest("toy"), b"nonce", 0, digest_bytes(b""), f"id-{names[0]}")
         self.done: list[Done] = []
         self.timers: list[asyncio.TimerHandle] = []
+        self.mended_at = 0.0
         self.peers = {
             name: VirtualPeer(self.network, folder, name, self.run, self.founding, sequence_seconds, mesh=self)
             for name in names
@@ -632,6 +638,7 @@ class VirtualMesh:
 
     def mend_all(self) -> None:
         """Nothing is wrong any more: whoever is down comes back, whoever is paused goes on."""
+        self.mended_at = self.now
         self.network.heal()
         for a in self.ids:
             self.network.plug(a)
@@ -642,7 +649,7 @@ class VirtualMesh:
             peer.disk_full_until, peer.slow_answers, peer.slowness = 0.0, (0.0, 0.0), 1.0
             if peer.up:
                 peer.thaw(peer.life)
-            elif peer.lives:
+            elif peer.lives and not peer.left:
                 peer.back_at = self.now
                 self.return_of(peer)
 
