@@ -67,8 +67,9 @@ class Leading:
         if won.held is not None:
             self._recover(won)
         else:
-            if member.plan is not None and member.plan.round == state.round + 1 and member.plan.base == state.log.digest:
-                self.previous = member.plan
+            last = member.plan or member.given_up
+            if last is not None and last.round == state.round + 1 and last.base == state.log.digest:
+                self.previous = last
             self.collect()
 
     # -------------------------------------------------------------- a predecessor's update

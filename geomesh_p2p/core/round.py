@@ -6,6 +6,7 @@ Decisions:
 - A plan for the round after the next is kept until the commit before it is known, so that plan and commit may overtake.
 - A contribution, whole or in the making, serves later attempts of its round as long as its ranges are among those given.
 - A held record is never dropped here: only a newer one (higher rank) or the round's commit replaces it.
+- A plan that has come to nothing here long after its deadline, with its leader not heard, is given up; the work is kept.
 - If the commit overtakes the exchange, the exchange is given its predicted time once more before the update is fetched.
 """
 
@@ -37,6 +38,7 @@ BEHIND = "behind"            # misses committed rounds
 NOT_READY = "not ready"      # its engine is not there yet
 LEAVING = "leaving"
 
+GIVE_UP_LIMITS = 4           # heartbeat limits beyond its deadline, after which a plan is given up if its leader is silent
 STASH = 64                   # Finished messages kept that came before their plan
 
 
@@ -65,6 +67,8 @@ class Member:
         self.own_finished: Finished | None = None
         self.assembled: Update | None = None
         self.work: Work | None = None
+        self.given_up: Plan | None = None        # the plan that this peer no longer waits for; its work may still serve
+        self.give_up_at = float("inf")
         self.next_offer: tuple[PeerId, Plan] | None = None
         self.blamed: set[PeerId] = set()         # members of the plan whose contributions were refused by rule
         self.early: dict[tuple[Digest, PeerId], Finished] = {}
@@ -152,8 +156,10 @@ class Member:
         if not s.rules.on("held_survives"):
             s.held = None
         self.plan, self.finished, self.own_finished, self.assembled = plan, {}, None, None
-        self.exchanging = True
+        self.exchanging, self.given_up = True, None
         self.repeat_at = s.now + s.timing.retry_seconds
+        allowed = plan.train_seconds + plan.exchange_seconds + plan.grace_seconds
+        self.give_up_at = s.now + allowed + GIVE_UP_LIMITS * s.timing.heartbeat_limit_seconds
         reuse = self._reusable(plan, mine.ranges)
         if not reuse:
             if self.work is not None:
@@ -343,6 +349,7 @@ class Member:
     def reset(self) -> None:
         """The next round begins."""
         self.plan, self.finished, self.own_finished, self.assembled, self.work = None, {}, None, None, None
+        self.given_up = None
         self.exchanging, self.wanted, self.overtaken = False, None, None
         self.overtaken_until = self.repeat_at = float("inf")
         self.early = {key: value for key, value in self.early.items() if value.contribution.round > self.s.round}
@@ -353,6 +360,14 @@ class Member:
             self.s.out.append(Rewind(reason))
         self.stop_exchange(reason)
         self.reset()
+
+    def _give_up(self, plan: Plan) -> None:
+        """Wait no longer for `plan`, unless its update is here: that stays until the round is committed."""
+        if self.assembled is not None or self.s.held_rank() >= (plan.term, plan.attempt):
+            return
+        self.stop_exchange("exchange_failed")
+        self.s.discard(plan, "exchange_failed")
+        self.plan, self.finished, self.own_finished, self.given_up = None, {}, None, plan
 
     @property
     def phase(self) -> str:
@@ -375,6 +390,8 @@ class Member:
         if s.now < self.repeat_at:
             return
         self.repeat_at = s.now + 2 * s.timing.retry_seconds
+        if self.plan is not None and s.now >= self.give_up_at and not s.alive(self.plan.term.candidate):
+            self._give_up(self.plan)
         if self.plan is not None and self.own_finished is not None and self.current(self.plan.digest):
             for peer in self._partners():
                 s.send(peer, self.own_finished)

@@ -55,6 +55,11 @@ class Line:
         return float(self.fields.get("time", 0.0))
 
     @property
+    def moment(self) -> float:
+        """Seconds on a clock that does not jump while its process lives."""
+        return float(self.fields.get("uptime_seconds", self.time))
+
+    @property
     def round(self) -> int:
         return int(self.fields["round"])
 

@@ -86,7 +86,7 @@ class Walker:
 
     def run(self) -> Iterator[Violation]:
         for line in self.history.lines:
-            if self.open is not None and self.overdue is None and line.time > self.open.time + _wait_limit(self.open):
+            if self.open is not None and self.overdue is None and line.moment > self.open.moment + _wait_limit(self.open):
                 self.overdue = line
             handler = getattr(self, "on_" + line.kind, None)
             if handler is not None:
@@ -250,8 +250,8 @@ class Walker:
     def _close(self, line: Line) -> Iterator[Violation]:
         """The accepted plan came to something (or the history ends): it must not have stayed open, with the peer alive and
         recording, long past its deadline."""
-        if self.open is not None and self.overdue is not None and line.time - self.overdue.time > WAIT_SLACK_SECONDS:
-            waited = line.time - self.open.time
+        if self.open is not None and self.overdue is not None and line.moment - self.overdue.moment > WAIT_SLACK_SECONDS:
+            waited = line.moment - self.open.moment
             text = f"waited {waited:.0f} s on plan {short(self.open['plan'])} without holding, committing or discarding"
             yield self._says(7, text, self.open)
         self.open = self.overdue = None

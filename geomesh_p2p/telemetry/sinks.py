@@ -106,10 +106,12 @@ class HistoryWriter:
     def __init__(self, path: Path, peer: str, site: str, clock: Callable[[], float] = time.time):
         self._lines = JsonLines(path)
         self._peer, self._site, self._clock = peer, site, clock
+        self._began = time.monotonic()
 
     def write(self, kind: str, fields: Mapping[str, Any], run: bytes) -> None:
+        """`uptime_seconds` tells how long a wait was, whatever happens to the time of day."""
         head = {"time": self._clock(), "peer": self._peer, "site": self._site, "run": run.hex(), "kind": kind}
-        self._lines.append({**head, **jsonable(fields)})
+        self._lines.append({**head, "uptime_seconds": time.monotonic() - self._began, **jsonable(fields)})
 
     def close(self) -> None:
         self._lines.close()

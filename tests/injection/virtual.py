@@ -267,7 +267,8 @@ class VirtualPeer(ToyPeer):
         time = self.now + self.clock_offset
         if self.clock_offset:
             self.effects["clock_jump"] += 1
-        head = {"time": time, "peer": self.peer, "site": self.name, "run": self.founding.run, "kind": kind}
+        head = {"time": time, "uptime_seconds": self.now, "kind": kind}
+        head |= {"peer": self.peer, "site": self.name, "run": self.founding.run}
         self.lines.append(json.dumps(jsonable({**head, **fields})))
         if kind == "accept":
             self.reached("after_plan", fields["round"])

@@ -13,6 +13,7 @@ from typing import Any
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.types import Plan
+from tests.injection.proof import injecting
 from tests.mesh.bulk import Node
 from tests.mesh.network import Disk
 
@@ -89,6 +90,8 @@ class Faults:
         return self.random.choice(up) if up else None
 
     def on_fault(self, kind: str) -> None:
+        if not injecting():
+            return
         r, node = self.random, self.pick()
         self.counts[f"fault {kind}"] += 1
         if node is not None and kind in LASTING:
@@ -225,6 +228,8 @@ class Faults:
 
     def spoil(self, leader: Node, plan: Plan) -> None:
         """Some plans' exchanges go badly, as this schedule's bias wants it."""
+        if not injecting():
+            return
         r = self.random
         if self.bias == "partial-hold" and r.random() < (0.7 if plan.round == self.unlucky_round else 0.2):
             self.unlucky_round = plan.round              # its next attempt, by whomever, is likely to go badly too

@@ -27,6 +27,7 @@ from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.rules import RULES
 from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rules, Timing, Update
+from tests.injection.proof import injecting
 from tests.mesh.bulk import Bulk, Node
 from tests.mesh.checker import Violation, check_histories
 from tests.mesh.faults import BIASES, BROADCASTS, FAULTS_END, Faults
@@ -49,7 +50,9 @@ HEALED_END = 100.0
 class World(Bulk, Faults, Watch):
     """One schedule."""
 
-    def __init__(self, seed: int, off: frozenset[str] = frozenset(), bias: str = "", draw: int = 0) -> None:
+    def __init__(
+        self, seed: int, off: frozenset[str] = frozenset(), bias: str = "", draw: int = 0, scripted: bool = True
+    ) -> None:
         self.seed, self.draw = seed, draw
         self.random = Random(f"{seed}/{draw}" if draw else seed)
         self.bias = bias or BIASES[seed % len(BIASES)]
@@ -90,7 +93,8 @@ class World(Bulk, Faults, Watch):
         if not self.rules.on("found_once"):
             self.network.groups = {self.sites[name]: island for name, island in islands.items()}
             self.at(10.0, "heal_network", None)
-        self.faults()
+        if scripted:
+            self.faults()
 
     # -------------------------------------------------------------- time
 
@@ -100,18 +104,18 @@ class World(Bulk, Faults, Watch):
 
     def run(self) -> None:
         """Play the schedule to its end. Raises Violation."""
-        end = HEALED_END if self.heals else FAULTS_END
-        while self.heap:
-            when, _, kind, what = heapq.heappop(self.heap)
-            if when > end or self.went_on:
-                break
-            self.now = when
-            getattr(self, f"on_{kind}")(what)
+        self.play_until(HEALED_END if self.heals else FAULTS_END)
         if self.heals and not self.went_on:
             stuck = self.stuck()
             if stuck:
                 self.fail(stuck)
         check_histories(self.histories(), self.founding, self.rules)
+
+    def play_until(self, end: float) -> None:
+        """Whatever happens until then. Raises Violation."""
+        while self.heap and self.heap[0][0] <= end and not self.went_on:
+            self.now, _, kind, what = heapq.heappop(self.heap)
+            getattr(self, f"on_{kind}")(what)
 
     def histories(self) -> dict[PeerId, list[tuple[str, dict[str, Any]]]]:
         return {node.peer: node.history for node in (*self.retired, *self.nodes.values())}
@@ -399,7 +403,7 @@ def play(seed: int, off: frozenset[str] = frozenset(), bias: str = "", faults: i
             world.run()
         except Violation as violation:
             return f"seed {seed} ({world.bias}): {violation}", world.counts
-        if world.faults_fired >= faults:
+        if world.faults_fired >= faults or not injecting():
             break
     else:
         return f"seed {seed}: no schedule with {faults} faults in {MOST_DRAWS} draws", world.counts

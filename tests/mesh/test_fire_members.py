@@ -1,4 +1,4 @@
-"""Members that die in an exchange, fall silent, run out of disk or numbers, and joiners under fire: whole peers, virtual time."""
+"""Members that die in an exchange, fall silent, run out of disk or numbers; joiners under fire. Whole peers, virtual time."""
 
 from __future__ import annotations
 

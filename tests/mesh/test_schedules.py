@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from geomesh_p2p.core.rules import RULES
+from tests.injection.proof import fired
 from tests.mesh.simulator import BIASES, play
 
 # One seed for each rule, on which a schedule without it goes wrong; found with `--without RULE --bias BIAS --stop 1`.
@@ -31,30 +32,35 @@ BATCH = 30
 FAULTS = 3               # that made a difference, in each schedule
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("first", range(0, 300, BATCH))
 def test_no_schedule_breaks_an_invariant(first: int) -> None:
     rounds = 0
     for seed in range(first, first + BATCH):
         violation, counts = play(seed, faults=FAULTS)
         assert not violation
-        assert counts["faults fired"] >= FAULTS
+        fired(counts["faults fired"] >= FAULTS, f"{FAULTS} faults that made a difference")
         rounds += counts["rounds"]
     assert rounds > 5 * BATCH, "the schedules hardly commit anything, so they prove nothing"
 
 
+@pytest.mark.fault
 def test_the_faults_really_happen() -> None:
     totals = play(0)[1]
     for seed in range(1, 3 * len(BIASES)):
         totals += play(seed)[1]
+    fired(totals["faults fired"], "any fault")
     for happened in ("crash", "crash in commit", "discard", "leader", "adopt"):
         assert totals[happened], happened
     for kind in ("crash", "partition", "slow", "loss", "pause", "stall", "half-open", "reset", "helper", "donor"):
         assert totals[f"fired {kind}"], kind
 
 
+@pytest.mark.fault
 def test_a_schedule_with_too_few_faults_is_drawn_again() -> None:
     few = next(seed for seed in range(100) if play(seed)[1]["faults fired"] < 10)
     violation, counts = play(few, faults=10)
+    fired(counts["faults fired"], "any fault")
     assert not violation
     assert counts["faults fired"] >= 10
     assert counts["draws"] > 1

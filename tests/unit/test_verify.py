@@ -368,6 +368,20 @@ def waits_without_a_deadline(story: Story) -> None:
         line["time"] += 3600.0
 
 
+def test_a_clock_that_jumps_is_no_wait(story: Story, tmp_path: Path) -> None:
+    """The time of day goes an hour ahead, twice, while a plan is open; the process's own clock knows better."""
+    lines = story.lines[DOGWOOD]
+    begun = lines[0]["time"]
+    for line in lines:
+        line["uptime_seconds"] = line["time"] - begun
+    at = lines.index(story.find(DOGWOOD, "accept", round=5))
+    for line in lines[at + 1 :]:
+        line["time"] += 3600.0
+    for line in lines[at + 2 :]:
+        line["time"] += 3600.0
+    assert verdict(story, tmp_path)[0] == 0
+
+
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_planted_fault_is_named(name: str, story: Story, tmp_path: Path) -> None:
     invariant, words, fault = FAULTS[name]
