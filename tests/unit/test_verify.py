@@ -359,6 +359,8 @@ def trains_elsewhere(story: Story) -> None:
 def waits_without_a_deadline(story: Story) -> None:
     """Round 5 is assembled by three; dogwood, which never held it in term 1, goes on being told of terms for an hour."""
     lines = story.lines[DOGWOOD]
+    for line in lines:
+        line.pop("uptime_seconds", None)
     at = lines.index(story.find(DOGWOOD, "accept", round=5))
     same = {key: lines[at][key] for key in ("peer", "site", "run")}
     for minutes in range(1, 60):
