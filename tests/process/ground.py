@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.injection.process import Faults
+from tests.injection.process import TELL_SIZES, Faults
 from tests.injection.proof import fired
 from tests.injection.proxy import Network
 from tests.injection.script import At, Fault
@@ -42,7 +42,7 @@ class Ground:
 def ground_of(folder: Path, names: str = "abcd", *extra: str) -> Iterator[Ground]:
     with Network() as network:
         mesh = Sites(folder, list(names), rounds=100_000, command=LIGHT, network=network)
-        mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.2"}
+        mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.2", TELL_SIZES: "1"}
         for site in mesh:
             site.extra = list(extra)
         faults = Faults(mesh)

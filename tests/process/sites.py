@@ -168,6 +168,13 @@ class Site:
     def log(self) -> str:
         return (self.mesh.folder / f"{self.name}.log").read_text()
 
+    def sizes(self) -> dict[str, float]:
+        """What it tells of its tables, if it is asked to (process.TELL_SIZES)."""
+        try:
+            return dict(json.loads((self.folder / "sizes.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
     def metrics(self) -> str:
         """The page of its metrics port; "" if that is not there."""
         ports = re.findall(r"metrics on http://127\.0\.0\.1:(\d+)/", self.log())
@@ -235,6 +242,14 @@ class Sites:
         site = Site(self, name)
         self.sites.append(site)
         return site
+
+    def move(self, site: Site) -> None:
+        """From its next start on, `site` listens on and announces another port."""
+        assert self.network is not None
+        port = free_port()
+        text = SITE.format(name=site.name, sequence_seconds=self.sequence_seconds)
+        text += PROXIED.format(port=port, proxy=self.network.front(site.name, port).port)
+        (self.folder / f"{site.name}.toml").write_text(text)
 
     def __getitem__(self, name: str) -> Site:
         return next(site for site in self.sites if site.name == name)

@@ -7,7 +7,6 @@ though a quorum is well, peers that are not all together again in the end, and w
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -22,6 +21,7 @@ from tests.injection.process import Faults, ProcessFault, kill, state, wake
 from tests.injection.proxy import ANYBODY, Network, Rule
 from tests.injection.script import LAST, MIDDLE, At, Fault
 from tests.process.sites import LIGHT, Site, Sites, complaints
+from tests.soak.measure import keep_logs
 
 SITES = ("a", "b", "c", "d", "e")
 AT_ONCE = 2                 # sites in trouble at the same time: a quorum stays well
@@ -272,7 +272,6 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
                 outcome.wrong.append("not all ended with 0 in the end")
         except AssertionError as error:
             outcome.wrong.append(str(error))
-            keep_logs(mesh)
         finally:
             mesh.stop()
         outcome.committed = max(site.round for site in mesh)
@@ -285,9 +284,3 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         if outcome.wrong:
             keep_logs(mesh)
         return outcome
-
-
-def keep_logs(mesh: Sites) -> None:
-    """For whoever looks into a finding: the folder would be gone."""
-    if target := os.environ.get("GEOMESH_SOAK_KEEP"):
-        os.system(f"cp -r {mesh.folder} {target}/soak-{os.getpid()}-{time.time():.0f}")

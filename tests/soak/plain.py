@@ -15,7 +15,7 @@ from pathlib import Path
 from geomesh_p2p.lab.verify import main as verify
 from tests.injection.process import TELL_SIZES, kill
 from tests.process.sites import LIGHT, Site, Sites, complaints, until
-from tests.soak.measure import Slope, growing, sample, slope
+from tests.soak.measure import Slope, growing, keep_logs, sample, slope
 
 STAY = ("a", "b", "c")
 SAMPLE_EVERY_ROUNDS = 20
@@ -37,11 +37,12 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
     rng, outcome = random.Random(seed), Outcome()
     mesh = Sites(folder, list(STAY), rounds=10**8, command=LIGHT)
     mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.05", "LIGHT_PARAMETERS": "20000", TELL_SIZES: "1"}
+    stayers = list(mesh.sites)
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
         mesh.start()
         mesh.together()
-        stayers, guests, number, next_sample, next_change = list(mesh.sites), list[Site](), 0, 0, 0
+        guests, number, next_sample, next_change = list[Site](), 0, 0, 0
         while (round := min(site.round for site in stayers)) < rounds:
             if round >= next_sample:
                 next_sample = round + SAMPLE_EVERY_ROUNDS
@@ -64,7 +65,6 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
                     outcome.kills += guest.process is None
             goal = min(next_sample, next_change)
             until(lambda: min(site.round for site in stayers) >= goal, f"round {goal}", LIMIT_SECONDS)  # noqa: B023
-        outcome.rounds = round
         for site in stayers:
             if not site.alive or len(site.history("start")) != 1:
                 outcome.wrong.append(f"{site.name} did not stay")
@@ -72,8 +72,11 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         for site in mesh:
             if site.process is not None and (code := site.process.wait(LIMIT_SECONDS)) != 0:
                 outcome.wrong.append(f"{site.name} ended with {code}")
+    except AssertionError as error:
+        outcome.wrong.append(str(error))
     finally:
         mesh.stop()
+    outcome.rounds = min(site.round for site in stayers)
     outcome.wrong += complaints(mesh)
     if verify([str(mesh.folder / "runs" / "tiny")]) != 0:
         outcome.wrong.append("the checker found violations")
@@ -82,6 +85,8 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         slope(name, [(x, y) for x, y in series if x >= warm]) for name, series in sorted(points.items()) if "round" not in name
     ]
     outcome.wrong += [f"grows: {one}" for one in growing(outcome.slopes)]
+    if outcome.wrong:
+        keep_logs(mesh)
     return outcome
 
 
