@@ -4,6 +4,7 @@ FAKE_PEER (environment) is JSON: {"folder": where it writes what happened to it,
     rounds           how many rounds it reports (default 3)
     tokens_per_second  it asks to be calibrated and reports this
     fail             exit with this code at once        die_after   exit with 7 after this round
+    killed_after     kill -9 after this round
     wall             seconds that each round is said to have taken (default 6)
     silent_after     say nothing more after this round, until told to end
     deaf             SIGTERM does nothing               signal_parent   (round, signal) for the mesh
@@ -88,6 +89,8 @@ def main() -> int:
             wait_for_the_end()
         if mine.get("die_after") == number:
             return 7
+        if mine.get("killed_after") == number:
+            os.kill(os.getpid(), signal.SIGKILL)
         if mine.get("silent_after") == number:
             note("silent", "")
             wait_for_the_end()

@@ -35,7 +35,8 @@ class Child:
     def __init__(self, site: str, log: Path) -> None:
         self.site = site
         self.log = log
-        self.code: int | None = None
+        self.code: int | None = None      # as a shell tells it: 128 + N for an end by signal N
+        self.ended_by = 0                 # that signal; 0 for an end of its own
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._inlet: Any = None
@@ -76,7 +77,7 @@ class Child:
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
                     yield event
         status = await ended
-        self.code = status if status >= 0 else 128 - status
+        self.code, self.ended_by = (status, 0) if status >= 0 else (128 - status, -status)
         self._close()
 
     async def _line(self, ended: asyncio.Task[int]) -> bytes:

@@ -325,8 +325,8 @@ class _Mesh:
         if code == 0 or self.stopping_since is not None:
             return
         lines = child.last_lines()
-        reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else _killed(code)
-        ended = f"with code {code}" if code > 0 else f"by signal {-code}"
+        reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else _killed(child.ended_by)
+        ended = f"by signal {child.ended_by}" if child.ended_by else f"with code {code}"
         at_start = not any(view.rounds for view in self.views.values())
         if reason and not at_start:
             self._say(f"geomesh: {child.site} ended {ended} in round {view.round + 1}: {reason}")
@@ -381,8 +381,8 @@ def _names(sites: set[str]) -> str:
     return ", ".join(sorted(sites))
 
 
-def _killed(code: int) -> str:
+def _killed(by_signal: int) -> str:
     """What an end by SIGKILL, which leaves no word behind, is likely to mean."""
-    if code != -signal.SIGKILL:
+    if by_signal != signal.SIGKILL:
         return ""
     return "the kernel ends processes so when memory is short: see what `geomesh doctor` says of this model's need"

@@ -210,6 +210,16 @@ def test_the_others_go_on_when_one_dies(bench: Bench, capsys: pytest.CaptureFixt
     assert [peer["rounds"] for peer in bench.report["peers"]] == [3, 1, 3]
 
 
+def test_one_that_is_killed_without_a_word_is_named_with_what_that_may_mean(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.script(b={"killed_after": 1})
+    assert bench.mesh() == 128 + signal.SIGKILL
+    said = next(line for line in capsys.readouterr().out.splitlines() if "b ended" in line)
+    assert "b ended by signal 9 in round 2" in said
+    assert "memory" in said
+
+
 def test_sigterm_stops_every_peer(bench: Bench) -> None:
     stop = {"signal_parent": (2, int(signal.SIGTERM)), "once_silent": ["a", "b"]}
     bench.script(a={"silent_after": 1}, b={"silent_after": 1}, c=stop)
