@@ -77,8 +77,9 @@ def _step_fits(beat: Heartbeat) -> bool:
 
 
 def _link_fits(sender: PeerId, link: Link) -> bool:
-    low, high = BYTES_A_SECOND
-    return link.source == sender and low <= link.bytes_per_second <= high and 0 <= link.rtt_seconds <= LONGEST_RTT_SECONDS
+    """A rate of 0 says that none has been measured yet."""
+    (low, high), rate = BYTES_A_SECOND, link.bytes_per_second
+    return link.source == sender and (rate == 0 or low <= rate <= high) and 0 <= link.rtt_seconds <= LONGEST_RTT_SECONDS
 
 
 # ---------------------------------------------------------------- contributions

@@ -149,7 +149,8 @@ def beat(curve: tuple[BatchTime, ...] = (BatchTime(1, 0.1), BatchTime(4, 0.3)), 
         {"links": (Link("q", "p", 0.1, 1e6),)},
         {"links": (Link("p", "q", -1.0, 1e6),)},
         {"links": (Link("p", "q", 1e30, 1e6),)},
-        {"links": (Link("p", "q", 0.1, 0.0),)},
+        {"links": (Link("p", "q", 0.1, -1.0),)},
+        {"links": (Link("p", "q", 0.1, 1e-9),)},
         {"links": (Link("p", "q", 0.1, 1e30),)},
     ],
 )
@@ -160,6 +161,12 @@ def test_figures_that_cannot_be_are_left_out(changes: dict[str, Any]) -> None:
     clean = bounds.plausible("p", absurd)
     assert bounds.figures_fault("p", clean) == ""
     assert (clean.profile is None, clean.step_batch == 0, clean.links == ()).count(True) == 1, "the rest stays"
+
+
+def test_a_way_whose_rate_nobody_has_measured_yet_is_no_fault() -> None:
+    new = beat(links=(Link("p", "q", 0.1, 0.0),))
+    assert bounds.figures_fault("p", new) == ""
+    assert bounds.plausible("p", new) == new
 
 
 def test_what_is_not_a_number_does_not_even_arrive() -> None:
