@@ -138,7 +138,7 @@ class Donor:
     def _whole(self, fetch: Fetch) -> tuple[bytes, bytes] | None:
         """(header, body) of an update, of its header alone, of a held record or of a snapshot's manifest."""
         key = (fetch.what, fetch.round, fetch.seal)
-        if self._last and self._last[0] == key:
+        if self._last and self._last[0] == key and (fetch.what != "manifest" or fetch.offset):  # else there may be a newer one
             return self._last[1:]
         found: tuple[bytes, bytes] | None = None
         if fetch.what == "header":
@@ -150,7 +150,7 @@ class Donor:
             found = (pack(held[0]), held[1])
         elif fetch.what == "manifest":
             rounds = [round for round in self.snapshots.rounds() if not fetch.round or round <= fetch.round]
-            return (self.snapshots.manifest(rounds[-1]).pack(), b"") if rounds else None
+            found = (b"", self.snapshots.manifest(rounds[-1]).pack()) if rounds else None  # as a body: it grows with the model
         if found is not None:
             self._last = (key, *found)
         return found

@@ -120,7 +120,7 @@ class Fetcher:
         found = await asyncio.gather(
             *(self._first([source], "manifest", up_to, b"", lambda header: header) for source in sources)
         )
-        return [(answer[0], source) for source, answer in zip(sources, found, strict=True) if answer is not None]
+        return [(answer[1], source) for source, answer in zip(sources, found, strict=True) if answer is not None]
 
     async def snapshot(self, round: int, receiver: SnapshotReceiver, sources: Sequence[PeerId]) -> bool:
         """Fill `receiver` from all of `sources` at once; a source that fails or sends bytes that do not fit is left out, and

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from geomesh_p2p.config import CodecSection
+from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.layout import Layout, Tensor
+from geomesh_p2p.core.log import LogState
+from geomesh_p2p.core.messages import Fetch, Fetched
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.engine.snapshots import CHUNK_BYTES as SNAPSHOT_CHUNK_BYTES
+from geomesh_p2p.engine.snapshots import Manifest
+from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm import wire
+from geomesh_p2p.swarm.donor import Donor
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
+from geomesh_p2p.swarm.fetching import Fetcher
 from geomesh_p2p.swarm.memory import Network, run_virtual
 from tests.mesh import exchanges
 from tests.mesh.exchanges import Mesh, plan_for
@@ -71,3 +81,74 @@ def test_an_exchange_sends_chunks_of_one_size_and_holds_what_it_receives(
     run_virtual(main())
     assert largest <= CHUNK_BYTES + 1024
     assert frames >= 2 * payload_bytes // CHUNK_BYTES
+
+
+ZEROS = bytes(SNAPSHOT_CHUNK_BYTES)
+
+
+class Shelf:
+    """Snapshots that are never made: each chunk is nothing but zeros, whatever the size of the state."""
+
+    def __init__(self, state_bytes: int) -> None:
+        whole = Manifest(LogState(b"r" * 32, 5, b"d" * 32, ("peer",), (), 0), state_bytes // 8, ())
+        chunks = -(-whole.size_bytes // SNAPSHOT_CHUNK_BYTES)
+        hashes = [digest_bytes(ZEROS)] * (chunks - 1)
+        last = whole.size_bytes - (chunks - 1) * SNAPSHOT_CHUNK_BYTES
+        self.made = Manifest(whole.state, whole.parameters, (*hashes, digest_bytes(ZEROS[:last])))
+        self.reads: list[int] = []
+
+    def rounds(self) -> list[int]:
+        return [5]
+
+    def manifest(self, _round: int) -> Manifest:
+        return self.made
+
+    def read_chunk(self, _round: int, offset: int, length: int) -> bytes:
+        self.reads.append(length)
+        return ZEROS[: min(length, self.made.size_bytes - offset)]
+
+
+class Floor:
+    """Takes a snapshot's chunks and puts them nowhere."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest, self.taken = manifest, 0
+
+    def missing(self) -> list[Range]:
+        size = self.manifest.size_bytes
+        return [Range(start, min(start + SNAPSHOT_CHUNK_BYTES, size)) for start in range(0, size, SNAPSHOT_CHUNK_BYTES)]
+
+    def write(self, offset: int, data: bytes) -> None:
+        if digest_bytes(data) != self.manifest.chunks[offset // SNAPSHOT_CHUNK_BYTES]:
+            raise DataError("not what the manifest says")
+        self.taken += len(data)
+
+
+@pytest.mark.case("C053")
+@pytest.mark.parametrize("state", ["4.1 MB", "513 MB", pytest.param("2.1 GB", marks=pytest.mark.long), "200 GB"])
+async def test_a_join_fetches_slices_of_one_size_and_keeps_none_of_them(state: str) -> None:
+    """The largest is described and not fetched: even its list of hashes goes in slices."""
+    shelf = Shelf({**STATES, "200 GB": 200 * 10**9}[state])
+    donor = Donor(SimpleNamespace(rounds=lambda: range(0)), shelf)  # type: ignore[arg-type]
+    largest = frames = 0
+
+    class Direct:
+        async def request(self, _to: str, fetch: Fetch, _timeout_seconds: float) -> Fetched:
+            nonlocal largest, frames
+            answer = await donor.answer(fetch)
+            buffers = wire.encode(answer, b"r" * 32, 1)  # raises if it is larger than its kind may be
+            largest, frames = max(largest, sum(map(len, buffers))), frames + 1
+            return answer
+
+    fetcher = Fetcher(Direct())  # type: ignore[arg-type]
+    tracemalloc.start()
+    ((packed, owner),) = await fetcher.manifests(["donor"])
+    assert Manifest.unpack(packed) == shelf.made
+    if state in STATES:
+        floor = Floor(shelf.made)
+        assert await fetcher.snapshot(5, floor, [owner])  # type: ignore[arg-type]
+        assert floor.taken == shelf.made.size_bytes
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert largest <= SNAPSHOT_CHUNK_BYTES + 1024
+    assert peak < 16 * 2**20 + 20 * len(packed)

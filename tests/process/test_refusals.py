@@ -79,6 +79,7 @@ def test_the_founders_name_is_taken(run: Run) -> None:
     assert "site.name 'a' is taken" in said
 
 
+@pytest.mark.case("C001")
 def test_a_seed_that_does_not_answer(run: Run) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
@@ -100,6 +101,7 @@ def test_a_folder_in_use_is_left_alone(run: Run, fresh: tuple[str, ...]) -> None
     assert contents(founder.folder) >= before
 
 
+@pytest.mark.case("C019")
 def test_a_port_in_use_is_named_with_its_owner(run: Run) -> None:
     port = run.address.split("/")[4]
     code, said = run.ended(run.words("b", "--first", "--net.listen", f"/ip4/127.0.0.1/tcp/{port}", "--run.folder", "ports"))
