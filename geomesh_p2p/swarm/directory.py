@@ -163,7 +163,8 @@ class Directory:
         self._seen: dict[PeerId, tuple[int, float]] = {}   # serial, when it was first seen here
 
     async def start(self) -> None:
-        await self._living_node()
+        with contextlib.suppress(Unreachable):  # the daemon is being started again: the node comes with the first question
+            await self._living_node()
 
     async def _living_node(self) -> DHTNode:
         """The node on the daemon that runs now: a new one, with what the old one stored, if that ended. Raises Unreachable."""

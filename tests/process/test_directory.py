@@ -80,6 +80,7 @@ async def test_everybody_finds_everybody_through_one_seed(place: Callable[..., A
                 assert its.addresses == other.transport.addresses()
 
 
+@pytest.mark.case("C060")
 async def test_newer_record_replaces_the_older_and_lies_are_not_stored(place: Callable[..., Awaitable[Place]]) -> None:
     a, b = await place("a"), await place("b")
     await b.directory.announce(record("b", "/ip4/127.0.0.1/tcp/1", 1))
@@ -113,6 +114,15 @@ async def test_a_record_that_is_not_renewed_expires_by_the_readers_clock(
     monkeypatch.setattr(directories.time, "monotonic", lambda: now + directories.LIFETIME_SECONDS + 1)
     assert await a.directory.peers() == []
     assert a.directory.ignored["record: expired"] == 1
+
+
+async def test_without_a_daemon_there_is_nobody_and_no_error(tmp_path: Path) -> None:
+    """As while the daemon is started again."""
+    directory = Directory(Libp2pTransport(NetSection(), tmp_path / "identity.key"), "demo")
+    await directory.start()
+    assert await directory.peers() == []
+    assert not await directory.announce(record("a"))
+    await directory.stop()
 
 
 @pytest.mark.fault
