@@ -19,7 +19,7 @@ from geomesh_p2p.engine.snapshots import CHUNK_BYTES as SNAPSHOT_CHUNK_BYTES
 from geomesh_p2p.engine.snapshots import Manifest
 from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm import wire
-from geomesh_p2p.swarm.donor import Donor
+from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.fetching import Fetcher
 from geomesh_p2p.swarm.memory import Network, run_virtual
@@ -112,15 +112,17 @@ class Floor:
     """Takes a snapshot's chunks and puts them nowhere."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self.manifest, self.taken = manifest, 0
+        self.manifest, self.taken, size = manifest, 0, manifest.size_bytes
+        starts = range(0, size, SNAPSHOT_CHUNK_BYTES)
+        self._missing = {start: Range(start, min(start + SNAPSHOT_CHUNK_BYTES, size)) for start in starts}
 
     def missing(self) -> list[Range]:
-        size = self.manifest.size_bytes
-        return [Range(start, min(start + SNAPSHOT_CHUNK_BYTES, size)) for start in range(0, size, SNAPSHOT_CHUNK_BYTES)]
+        return list(self._missing.values())
 
     def write(self, offset: int, data: bytes) -> None:
         if digest_bytes(data) != self.manifest.chunks[offset // SNAPSHOT_CHUNK_BYTES]:
             raise DataError("not what the manifest says")
+        del self._missing[offset]
         self.taken += len(data)
 
 
@@ -129,13 +131,14 @@ class Floor:
 async def test_a_join_fetches_slices_of_one_size_and_keeps_none_of_them(state: str) -> None:
     """The largest is described and not fetched: even its list of hashes goes in slices."""
     shelf = Shelf({**STATES, "200 GB": 200 * 10**9}[state])
-    donor = Donor(SimpleNamespace(rounds=lambda: range(0)), shelf)  # type: ignore[arg-type]
+    quick = DonorView(rate=lambda: 1e15)
+    donor = Donor(SimpleNamespace(rounds=lambda: range(0)), shelf, quick)  # type: ignore[arg-type]
     largest = frames = 0
 
     class Direct:
         async def request(self, _to: str, fetch: Fetch, _timeout_seconds: float) -> Fetched:
             nonlocal largest, frames
-            answer = await donor.answer(fetch)
+            answer = await donor.answer("joiner", fetch)
             buffers = wire.encode(answer, b"r" * 32, 1)  # raises if it is larger than its kind may be
             largest, frames = max(largest, sum(map(len, buffers))), frames + 1
             return answer
