@@ -1,5 +1,8 @@
+import builtins
 import gzip
 import json
+import os
+import stat
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from geomesh_p2p.core.types import Range
 from geomesh_p2p.engine import data
 from geomesh_p2p.engine.documents import DOCUMENT_CHARACTERS, documents
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
-from geomesh_p2p.errors import DataError
+from geomesh_p2p.errors import DataError, TemporaryError
+from tests.injection.proof import fired, inject
 
 LENGTH = 8
 
@@ -207,6 +211,26 @@ def test_paths_that_lead_nowhere_are_named(paths, said):
         list(documents(DatasetSection(source="text", paths=paths)))
 
 
+@pytest.mark.case("C086")
+@pytest.mark.parametrize("length", [8, 256])
+def test_a_corpus_shorter_than_a_sequence_is_refused_with_both_numbers(tmp_path, length):
+    three = jsonl_section(tmp_path, ["abcd"] * 3, validation_sequences=1)
+    with pytest.raises(DataError, match=rf"15 tokens in 3 documents; validation needs {length + 1} in whole"):
+        corpus_of(three, length=length)
+
+
+@pytest.mark.case("C086")
+def test_two_and_a_half_sequences_are_two_and_the_rest_is_left_out(tmp_path):
+    """A ragged end is never a shorter sequence: the epoch has the whole ones, and begins again."""
+    section = jsonl_section(tmp_path, ["abc"] * 30, validation_sequences=1)  # 120 tokens, 36 of them held out
+    corpus = corpus_of(section, length=33)
+    assert len(corpus.tokens) == 84 == 2 * 33 + 18
+    assert corpus.sequences == 2
+    assert corpus.batch(range(6)).shape == (6, 34)
+    assert sorted(corpus.places(np.arange(2)).tolist()) == [0, 1]
+
+
+@pytest.mark.case("C086")
 def test_too_little_text_is_refused_with_the_numbers(tmp_path):
     few = jsonl_section(tmp_path, ["abcdefg"] * 4)  # 32 tokens with the ends of documents
     with pytest.raises(DataError, match=r"32 tokens in 4 documents; .* needs 17 in whole.*hold out 24"):
@@ -232,6 +256,14 @@ def word_tokenizer(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.mark.case("C087")
+def test_a_peer_with_another_tokenizer_is_told_so_by_name(word_tokenizer, tmp_path, texts):
+    """The ids' identity is a field of the run's fingerprint: the run refuses the peer and names it."""
+    sections = (jsonl_section(tmp_path, texts, tokenizer=name) for name in ("bytes", str(word_tokenizer)))
+    one, other = (dict(corpus_of(section).manifest.fields) for section in sections)
+    assert "tokenizer" in {name for name in one if one[name] != other[name]}
 
 
 def test_a_tokenizer_file_or_its_folder_can_be_given(word_tokenizer, tmp_path):
@@ -272,6 +304,71 @@ def test_a_cache_gives_the_same_tokens_and_is_made_once(tmp_path, texts, monkeyp
 
     monkeypatch.setattr(data, "_tokenise", None)  # calling it would fail
     assert np.array_equal(corpus_of(section, cache=tmp_path / "cache").tokens, plain.tokens)
+
+
+@pytest.mark.case("C080")
+def test_a_resume_at_nine_tenths_of_a_million_lines_reads_only_what_it_trains(tmp_path, monkeypatch):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{i}\n" for i in range(1_000_000)))
+    section = DatasetSection(source="text", paths=(str(path),), validation_sequences=2)
+    first = corpus_of(section, length=64, cache=tmp_path / "cache")
+    assert len(first.tokens) > 6_000_000
+
+    opened, read = [], []
+    real_open, real_read = builtins.open, os.preadv
+
+    def recording_open(file, *more, **named):
+        opened.append(str(file))
+        return real_open(file, *more, **named)
+
+    def recording_read(descriptor, buffers, at):
+        read.append(len(buffers[0]))
+        return real_read(descriptor, buffers, at)
+
+    monkeypatch.setattr(builtins, "open", recording_open)
+    monkeypatch.setattr(os, "preadv", recording_read)
+    again = corpus_of(section, length=64, cache=tmp_path / "cache")
+    place = again.sequences * 9 // 10
+    batch = again.batch(range(place, place + 4))
+    assert str(path) not in opened, "the text is not opened"
+    assert sum(read) == 4 * 65, "four sequences and not a byte more"
+    assert np.array_equal(batch, first.batch(range(place, place + 4)))
+    assert again.manifest == first.manifest
+
+
+@pytest.mark.case("C082")
+@pytest.mark.parametrize("damage", ["cut", "missing", "described as longer"])
+def test_a_damaged_cache_is_made_again(tmp_path, texts, damage, caplog):
+    section = jsonl_section(tmp_path, texts)
+    whole = np.array(corpus_of(section, cache=tmp_path / "cache").tokens)
+    (folder,) = (tmp_path / "cache").iterdir()
+    if damage == "cut":
+        os.truncate(folder / "train.npy", 200)
+    elif damage == "missing":
+        (folder / "held_out.npy").unlink()
+    else:
+        said = folder / "documents.json"
+        said.write_text(said.read_text().replace(f'"train": {len(whole)}', f'"train": {len(whole) + 1}'))
+    assert np.array_equal(corpus_of(section, cache=tmp_path / "cache").tokens, whole)
+    assert "is damaged: its tokens are made again" in caplog.text
+
+
+@pytest.mark.fault
+@pytest.mark.case("C081")
+def test_a_source_that_is_silent_at_the_start_is_named_after_its_deadline(tmp_path, texts):
+    """A pipe that nobody writes to stands for a file system that hangs."""
+    pipe = tmp_path / "pipe.jsonl"
+    if not inject(lambda: (os.mkfifo(pipe), True)[1]):
+        pipe.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    section = DatasetSection(source="jsonl", paths=(str(tmp_path / "*.jsonl"),), validation_sequences=2, read_seconds=0.3)
+    fired(stat.S_ISFIFO(pipe.stat().st_mode), "the file is a pipe without a writer")
+    section = section.model_copy(update={"paths": (str(pipe),)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.path.isfile", lambda path: True)
+        with pytest.raises(TemporaryError, match=r"no text came for 0\.3 s \(dataset\.read_seconds\) after 0 documents"):
+            corpus_of(section)
+    with pipe.open("w") as writer:  # lets the thread that hangs go
+        writer.write("\n")
 
 
 def test_a_cache_knows_its_content(tmp_path, texts):

@@ -108,6 +108,7 @@ def test_vectors_are_apart_for_weight_decay():
     assert sum(stop - start for start, stop, decays in flat.segments if not decays) == 5 * 32  # two norms a layer, and the last
 
 
+@pytest.mark.case("C087")
 def test_a_model_folder_gives_its_shape_and_if_asked_its_weights(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -147,3 +148,25 @@ def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):
 def test_sizes_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ConfigError, match="multiple of"):
         models.parameter_count(TINY.model_copy(update={"heads": 4, "hidden_size": 32} | wrong), VOCABULARY)
+
+
+@pytest.mark.case("C096")
+def test_tied_weights_are_there_once_in_sync_and_saves_and_tied_again_after_a_load(tmp_path):
+    """From the first save on, at round 0: the flat vector has the embedding once, and the head is that same memory."""
+    from geomesh_p2p.core.log import LogState
+    from geomesh_p2p.engine.snapshots import Snapshots
+
+    tied = models.build(TINY.model_copy(update={"tie_embeddings": True}), VOCABULARY, seed=1)
+    loose = models.build(TINY.model_copy(update={"tie_embeddings": False}), VOCABULARY, seed=1)
+    embedding = VOCABULARY * TINY.hidden_size
+    assert loose.layout.parameters - tied.layout.parameters == embedding
+    assert sum("embed_tokens" in tensor.name or "lm_head" in tensor.name for tensor in tied.layout.tensors) == 1
+
+    state = LogState(b"r" * 32, 0, b"d" * 32, ("a",), (), 0)
+    saved = Snapshots(tmp_path).write(state, tied.weights(), np.zeros(tied.layout.parameters, np.float32))
+    assert saved.parameters == tied.layout.parameters
+    again = models.build(TINY.model_copy(update={"tie_embeddings": True}), VOCABULARY, seed=2)
+    again.set_weights(Snapshots(tmp_path).read_state(0)[0])
+    head, table = again.module.lm_head.weight, again.module.model.embed_tokens.weight
+    assert head.data_ptr() == table.data_ptr()
+    assert torch.equal(head, tied.module.lm_head.weight)
