@@ -215,13 +215,14 @@ def metrics_of(site: Site) -> str:
 @pytest.mark.fault
 @pytest.mark.long
 def test_peers_whose_clocks_differ_and_jump_keep_leader_and_members_and_say_by_how_much(tmp_path: Path) -> None:
-    sites = Sites(tmp_path, ["a", "b", "c"], rounds=8)
+    sites = Sites(tmp_path, ["a", "b", "c"], rounds=6, sequence_seconds=0.05)
     shifts = {"a": 0.0, "b": 3600.0, "c": -10.0}
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(SHIFTED_CLOCK)
     usual = sites.environment
     try:
         for site in sites:
+            site.extra = ["--run.min_peers", "3"]
             shift = tmp_path / f"{site.name}.shift"
             shift.write_text("0")
             inject(lambda shift=shift, site=site: shift.write_text(str(shifts[site.name])))  # type: ignore[misc]
@@ -233,17 +234,14 @@ def test_peers_whose_clocks_differ_and_jump_keep_leader_and_members_and_say_by_h
         until(lambda: b.history("commit"), "a round")
         ahead = b.history("commit")[0]["time"] - a.history("commit")[0]["time"]
         fired(3000 < ahead < 4000, "b's clock is an hour ahead")
-        until(lambda: a.round >= 4, "four rounds")
+        until(lambda: a.round >= 3, "three rounds")
         inject(lambda: (tmp_path / "c.shift").write_text("600"))
         assert sites.exit_codes() == [0, 0, 0]
     finally:
         sites.stop()
-    last = {site.name: site.commits()[8] for site in sites}
+    last = {site.name: site.commits()[6] for site in sites}
     assert len({note["digest"] for note in last.values()}) == 1
-    assert {tuple(sorted(note["contributors"])) for note in a.commits().values() if note["round"] >= 2} == {
-        tuple(sorted(last["a"]["contributors"]))
-    }, "nobody was lost"
-    assert len(last["a"]["contributors"]) == 3
+    assert {len(note["contributors"]) for note in a.commits().values()} == {3}, "nobody was lost"
     assert len(a.history("term")) == 1, "one leader from the first round to the last"
     assert "behind that of b" in a.log()
     assert "ahead of that of a" in b.log()
