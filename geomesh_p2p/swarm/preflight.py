@@ -213,11 +213,17 @@ def _running_daemons() -> list[tuple[int, Path]]:
 
 
 async def meet_seeds(net: NetSection, folder: Path) -> list[Finding]:
-    """Start a daemon on a key of its own in `folder`, and ask each seed for itself: is it there, is it who it should be, what
-    time has it. One finding an address."""
+    """Start a daemon on a key of its own in `folder`, where the peer would listen if that is free; dial the address that the
+    peer would announce, and ask each seed: is it there, is it who it should be, what time has it. One finding an address."""
+    listen = parse_address(net.listen)
+    open_to_others = listen.port != 0 and not listen.loopback and listen_port(net).level == "ok"
     alone = net.model_copy(
-        update={"listen": "/ip4/127.0.0.1/tcp/0", "announce": "", "seeds": (), "relay": False, "port_mapping": False}
-    )
+        update={
+            "listen": net.listen if open_to_others else "/ip4/127.0.0.1/tcp/0",
+            "announce": "/ip4/127.0.0.1/tcp/1" if open_to_others else "",
+            "seeds": (), "relay": False, "port_mapping": False,
+        }
+    )  # fmt: skip
     try:
         transport = Libp2pTransport(alone, folder / "identity.key")
         await transport.start(_ignore, _answer)
@@ -225,14 +231,26 @@ async def meet_seeds(net: NetSection, folder: Path) -> list[Finding]:
         return [refused("libp2p daemon", str(error), error.exit_code)]
     try:
         started = ok("libp2p daemon", f"{_daemon_path()} starts")
-        per_seed = await asyncio.gather(*(_meet(transport, seed) for seed in net.seeds))
+        reach = [_reach_oneself(parse_address(net.announce or net.listen))] if open_to_others else []
+        met = asyncio.gather(*(_meet(transport, seed) for seed in net.seeds))
+        reachable, per_seed = await asyncio.gather(*reach), await met
     finally:
         await transport.stop()
-    findings = [started]
+    findings = [started, *reachable]
     reached = any(reached for reached, _ in per_seed)
     for _, found in per_seed:
         findings += found if reached else [_final(one) for one in found]
     return findings
+
+
+async def _reach_oneself(shown: Address) -> Finding:
+    """What can be said from here; whether others reach it they are asked once the peer has joined."""
+    why = await answering((shown.text,), SEED_SECONDS / 2)
+    if not why:
+        return ok("reachable", f"{shown.text} answers from this host; others are asked to dial it once the peer has joined")
+    text = f"{shown.text} does not answer when dialled from this host ({why})"
+    step = f"see that TCP port {shown.port} is open and forwarded here (some routers only refuse it from within)"
+    return warning("reachable", text, step)
 
 
 def _final(finding: Finding) -> Finding:

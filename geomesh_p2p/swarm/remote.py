@@ -306,9 +306,10 @@ class Remote:
         if answer is not None and not answer.done():
             answer.set_exception(Unreachable(f"{self.peer} closed the stream before it answered"))
 
-    async def answer(self, stream: FrameStream, buffers: Buffers) -> None:
+    async def answer(self, stream: FrameStream, buffers: Buffers, before_last: Callable[[], None]) -> None:
         """Send an answer on the stream of its question, in pieces: over an emulated link it leaves room for other frames,
-        and the other end sees it coming."""
+        and the other end sees it coming. `before_last` is called before the piece with which the other end may ask again."""
+        left = sum(len(buffer) for buffer in buffers)
         for buffer in buffers:
             view = memoryview(buffer)
             for start in range(0, len(view), WINDOW_BYTES):
@@ -317,6 +318,9 @@ class Remote:
                 if stream.lost:
                     return
                 piece = view[start : start + WINDOW_BYTES]
+                left -= len(piece)
+                if left == 0:
+                    before_last()
                 self.shaper.submit(len(piece), partial(stream.write, [piece]))
                 self.traffic.overhead_sent += len(piece)
 

@@ -395,7 +395,7 @@ class Libp2pTransport:
             if not isinstance(frame.message, Fetch) or busy:
                 raise wire.FrameError(f"{type(frame.message).__name__}: one Fetch at a time expected")
             self.budgets.begin_request(peer)
-            task = asyncio.create_task(self._answer(peer, stream, frame))
+            task = asyncio.create_task(self._answer(peer, stream, frame, busy.clear))
             for tasks in (busy, self._tasks):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -403,7 +403,8 @@ class Libp2pTransport:
 
         stream.on_body = asked
 
-    async def _answer(self, peer: PeerId, stream: FrameStream, frame: wire.Frame) -> None:
+    async def _answer(self, peer: PeerId, stream: FrameStream, frame: wire.Frame, done: Callable[[], None]) -> None:
+        """`done` is called before the other end can know: its next question may be here before this task has ended."""
         assert isinstance(frame.message, Fetch)
         assert self._on_request is not None
         remote = self._remote(peer)
@@ -416,7 +417,7 @@ class Libp2pTransport:
         except BaseException:
             stream.abort()  # the other end sees at once that there will be no answer
             raise
-        await remote.answer(stream, buffers)
+        await remote.answer(stream, buffers, done)
 
 
 BACKING_OFF = "libp2p waits before it dials again"

@@ -357,3 +357,18 @@ def test_a_joiner_says_that_its_seed_is_still_starting(run: Sites) -> None:
     assert done.returncode == 3
     assert "it is still starting" in done.stderr
     assert "net.reach_seconds" in done.stderr
+
+
+@pytest.mark.case("C005")
+def test_the_announced_address_is_dialled_while_the_doctor_listens_there(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "run.toml").write_text('[run]\nid = "x"\n')
+    listen = ["run.toml", "--net.listen", f"/ip4/0.0.0.0/tcp/{port}", "--net.announce"]
+    code, found = doctor(tmp_path, *listen, f"/ip4/127.0.0.2/tcp/{port}")
+    assert (code, [one["level"] for one in found["reachable"]]) == (0, ["ok"])
+    code, found = doctor(tmp_path, *listen, "/ip4/127.0.0.2/tcp/1")
+    (unreachable,) = found["reachable"]
+    assert (code, unreachable["level"], "connection refused" in unreachable["text"]) == (0, "warning", True)
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing is left behind"

@@ -67,6 +67,16 @@ def test_other_settings_are_refused_by_name(run: Run) -> None:
     assert contents(run.folder / "other" / "tiny") == {"b/identity.key"}  # others may be about to allow it
 
 
+@pytest.mark.case("C027")
+def test_other_initial_weights_are_refused_before_the_first_step(run: Run) -> None:
+    """Round 0 is the founder's weights: their hash is part of what every peer must have in common."""
+    code, said = run.join("b", "--run.seed", "2", "--run.folder", "seeded")
+    assert code == 5
+    assert "seed is 2, not 0" in said
+    assert "weights is " in said
+    assert contents(run.folder / "seeded" / "tiny") == {"b/identity.key"}
+
+
 def test_a_seed_of_another_run_is_refused(run: Run) -> None:
     code, said = run.join("b", "--run.id", "another")
     assert code == 5
@@ -90,6 +100,7 @@ def test_a_seed_that_does_not_answer(run: Run) -> None:
     assert not (run.folder / "alone").exists()
 
 
+@pytest.mark.case("C094")
 @pytest.mark.parametrize("fresh", [(), ("--run.fresh",)])
 def test_a_folder_in_use_is_left_alone(run: Run, fresh: tuple[str, ...]) -> None:
     founder = run.sites[0]

@@ -57,6 +57,18 @@ def test_prometheus_scrapes_every_peer() -> None:
     targets = {target for job in config["scrape_configs"] for static in job["static_configs"] for target in static["targets"]}
     ports = {site.name: site.config.metrics["port"] for site in load_sites(ROOT / "deploy/compose")}
     assert targets == {f"{name}:{port}" for name, port in ports.items()}
+    assert {target.split(":")[0] for target in targets} <= set(COMPOSE["services"]), "names of that network"
+    assert not any("localhost" in target or "127." in target for target in targets)
+
+
+@pytest.mark.case("C111")
+def test_the_stack_asks_for_no_gpu() -> None:
+    """A device reservation ends the start of all services on a host without one."""
+    for name, service in COMPOSE["services"].items():
+        assert not {"deploy", "runtime", "gpus", "devices", "device_cgroup_rules"} & set(service), name
+    assert "nvidia" not in (ROOT / "docker-compose.yml").read_text().lower().replace("nvidia gpus", "")
+    for site in load_sites(ROOT / "deploy/compose"):
+        assert site.config.device.name == "cpu"
 
 
 def test_the_dashboard_asks_only_for_metrics_and_phases_that_exist() -> None:
