@@ -395,7 +395,12 @@ class Peer:
             around,
             replica,
             Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save),
-            ExchangeSetup(codec, ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes), 4 * codec.payload_bytes + EARLY_BYTES),
+            ExchangeSetup(
+                codec,
+                ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes),
+                4 * codec.payload_bytes + EARLY_BYTES,
+                resumed.part_residual,
+            ),
             profile,
         )
 

@@ -122,7 +122,8 @@ def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
         anchor_part=anchor_part,
         state=state,
     )
-    return LocalRound(contribution, payload, result, seconds, validation_seconds)
+    unsaid = None if model.residual is None else float(np.linalg.norm(model.residual))
+    return LocalRound(contribution, payload, result, seconds, validation_seconds, unsaid)
 
 
 def validate_anchor(

@@ -115,6 +115,7 @@ class RoundCommitted:
     overhead_received: dict[str, int] = field(default_factory=dict)
     abstained: str = ""
     reused: bool = False
+    residual_norm: float | None = None
     validation_seconds: float = 0.0
 
 

@@ -170,6 +170,7 @@ class SnapshotStore(Protocol):
         momentum: Vector,
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
+        part_residual: tuple[Range, Vector] | None = None,
     ) -> SnapshotManifest: ...
 
     def rounds(self) -> list[int]: ...
@@ -306,6 +307,8 @@ class LocalRound:
     result: InnerResult
     codec_seconds: float
     validation_seconds: float
+    residual_norm: float | None = None
+    """Of what earlier contributions had left unsaid, which is in this one; None if that is not kept, or nothing."""
 
 
 @dataclass(frozen=True)

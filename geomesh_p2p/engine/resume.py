@@ -16,8 +16,8 @@ from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
-from geomesh_p2p.core.types import NO_TERM, Founding, Update
-from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.core.types import NO_TERM, Founding, Range, Update
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshot, Snapshots
 from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
 
@@ -32,6 +32,7 @@ class Resumed:
     residual: Vector | None
     warnings: tuple[str, ...]
     newest_ever: int
+    part_residual: tuple[Range, Vector] | None = None
 
 
 Settings = tuple[Layout, CodecSection, OuterSection]
@@ -56,9 +57,31 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
         log.append(update)
         apply_update(state, layout, codec, outer, update, body)
     engine.set_weights(state.anchor)
-    residual = snapshot.residual if snapshot is not None and snapshot.manifest.round == log.round else None
+    residual, part_residual = (None, None) if snapshot is None else _residuals(snapshot, log.round, settings, warnings)
     newest_ever = max([log.round, store.newest_ever(), *snapshots.rounds()])
-    return Resumed(log, state, residual, tuple(warnings), newest_ever)
+    return Resumed(log, state, residual, tuple(warnings), newest_ever, part_residual)
+
+
+def _residuals(
+    snapshot: Snapshot, round: int, settings: Settings, warnings: list[str]
+) -> tuple[Vector | None, tuple[Range, Vector] | None]:
+    """What this peer's contributions and answers up to `round` left unsaid. They hold for one round and one layout only."""
+    layout, codec, _ = settings
+    if not codec.residual:
+        return None, None
+    residual, part, why = snapshot.residual, snapshot.part_residual, ""
+    if snapshot.manifest.round != round:
+        why = f"the snapshot is of round {snapshot.manifest.round}, the log goes on to round {round}"
+    elif residual is None:
+        why = f"the snapshot of round {round} has none"
+    elif residual.size != layout.parameters or (part is not None and part[0].stop > layout.parameters):
+        why = "that of the snapshot is for other tensors"
+    if why:
+        warnings.append(
+            f"what this peer's contributions left unsaid is lost ({why}): it begins anew, which costs a little precision"
+        )
+        return None, None
+    return residual, part
 
 
 def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Update, bytes] | None:

@@ -1,12 +1,13 @@
 """Snapshots: the anchor and the outer state after a committed round, in files that are checked chunk by chunk.
 
     snapshot-ROUND/ shared.safetensors    anchor and momentum: the same bytes on every peer
-                    residual.safetensors  this peer's own residual, if it has one
+                    residual.safetensors  what this peer's contributions left unsaid, if that is kept
+                    part.safetensors      what its answers as a reducer left unsaid, for the share that it had
                     inner.pt              this peer's own inner optimizer
                     meta.json             where the log stood, and the hashes of all of it
 
 Any peer can hand out `shared.safetensors` chunk by chunk; a joiner checks each chunk against the manifest, whose hash the
-members agree on. Losing the two private files costs a peer a little progress and nobody else anything.
+members agree on. Losing the private files costs a peer a little progress and nobody else anything.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Vector = npt.NDArray[np.float32]
 
 CHUNK_BYTES = 2**20
 IN_USE_SECONDS = 60.0
-SHARED, RESIDUAL, INNER, META = "shared.safetensors", "residual.safetensors", "inner.pt", "meta.json"
+SHARED, META = "shared.safetensors", "meta.json"
+RESIDUAL, PART, INNER = "residual.safetensors", "part.safetensors", "inner.pt"
 RECEIVED, REPLACED, STALE = ".received", ".replaced", ".stale"
 _NAME = re.compile(r"snapshot-(\d+)")
 
@@ -91,6 +93,7 @@ class Snapshot:
     residual: Vector | None
     inner: Path | None
     problems: tuple[str, ...]
+    part_residual: tuple[Range, Vector] | None = None
 
 
 class Snapshots:
@@ -130,6 +133,7 @@ class Snapshots:
         momentum: Vector,
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
+        part_residual: tuple[Range, Vector] | None = None,
     ) -> Manifest:
         """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError: DiskFullError
         before anything is written if space is short, EIO if what was written does not read back."""
@@ -142,6 +146,8 @@ class Snapshots:
             write_synced(aside / SHARED, _hashed(_safetensors({"anchor": anchor, "momentum": momentum}), hashes))
             if residual is not None:
                 write_synced(aside / RESIDUAL, _safetensors({"residual": residual}))
+            if part_residual is not None:
+                write_synced(aside / PART, _safetensors({f"from {part_residual[0].start}": part_residual[1]}))
             if save_inner is not None:
                 save_inner(str(aside / INNER))
                 _sync_file(aside / INNER)
@@ -247,11 +253,14 @@ class Snapshots:
                 usable[name] = path
             else:
                 problems.append(f"{path} is damaged: this peer goes on without it")
-        residual = None
-        if RESIDUAL in usable:
-            residual = np.fromfile(usable[RESIDUAL], np.float32, offset=private[RESIDUAL][0] - 4 * manifest.parameters)
+        residual = _read_vector(usable[RESIDUAL])[1] if RESIDUAL in usable else None
         anchor, momentum = values[: manifest.parameters], values[manifest.parameters :]
-        return Snapshot(manifest, anchor, momentum, residual, usable.get(INNER), tuple(problems))
+        part = None
+        if PART in usable:
+            name, values = _read_vector(usable[PART])
+            start = int(name.removeprefix("from "))
+            part = Range(start, start + values.size), values
+        return Snapshot(manifest, anchor, momentum, residual, usable.get(INNER), tuple(problems), part)
 
     def read_chunk(self, round: int, offset: int, length: int) -> bytes:
         """Bytes of `shared.safetensors` for a joiner. Raises LookupError if the snapshot is gone."""
@@ -382,6 +391,14 @@ def _safetensors(tensors: dict[str, Vector]) -> Iterator[bytes | memoryview]:
         yield pending
 
 
+def _read_vector(path: Path) -> tuple[str, Vector]:
+    """(name, values) of the one vector in a file whose hash was checked."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        (name,) = json.loads(file.read(length))
+        return name, np.fromfile(file, np.float32)
+
+
 def _hashed(chunks: Iterator[bytes | memoryview], hashes: list[Digest]) -> Iterator[bytes | memoryview]:
     for chunk in chunks:
         hashes.append(digest_bytes(chunk))
@@ -431,7 +448,7 @@ def _meta(folder: Path, manifest: Manifest) -> bytes:
         "manifest": manifest.digest.hex(),
         "private": {
             name: [(folder / name).stat().st_size, _hash_file(folder / name).hex()]
-            for name in (RESIDUAL, INNER)
+            for name in (RESIDUAL, PART, INNER)
             if (folder / name).exists()
         },
         "chunks": [chunk.hex() for chunk in manifest.chunks],

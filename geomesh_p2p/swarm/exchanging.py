@@ -30,6 +30,8 @@ class ExchangeSetup:
     codec: ExchangeCodec
     limits: ExchangeLimits
     inbox_bytes: int
+    part_residual: tuple[Range, Any] | None = None
+    """From the snapshot that this peer began with."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ExchangeDesk:
         self._current: Exchange | None = None
         self._bodies: dict[Digest, Body] = {}
         self._sending: Digest | None = None
-        self._part_residual = PartResidual(setup.codec) if setup.codec.settings.residual else None
+        self._part_residual = PartResidual(setup.codec, setup.part_residual) if setup.codec.settings.residual else None
 
     # ---------------------------------------------------------------- the exchange
 
@@ -137,6 +139,9 @@ class ExchangeDesk:
         if held is None or held[0].update.body != update.body:
             raise RuntimeError(f"the body of round {update.round} is not here although the replica counts on it")
         return [held[1]]
+
+    def part_residual(self) -> tuple[Range, Any] | None:
+        return None if self._part_residual is None else self._part_residual.committed_values()
 
     def committed(self, update: Update) -> None:
         """Bodies are on disk or void from now on."""

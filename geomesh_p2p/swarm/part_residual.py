@@ -26,12 +26,12 @@ class _Pending:
 
 
 class PartResidual:
-    """One peer's residual as a reducer. Lost with the process: that costs a little of one round's precision."""
+    """One peer's residual as a reducer, from where a snapshot left it (`restored`). Losing it costs a little of one round's
+    precision."""
 
-    def __init__(self, layout_and_codec: ExchangeCodec) -> None:
+    def __init__(self, layout_and_codec: ExchangeCodec, restored: tuple[Range, Vector] | None = None) -> None:
         self._codec = layout_and_codec
-        self._share = Range(0, 0)
-        self._values: Vector = np.zeros(0, np.float32)
+        self._share, self._values = restored or (Range(0, 0), np.zeros(0, np.float32))
         self._pending: _Pending | None = None
 
     def of(self, share: Range) -> Vector:
@@ -42,6 +42,10 @@ class PartResidual:
         if start < stop:
             values[start - share.start : stop - share.start] = self._values[start - had.start : stop - had.start]
         return values
+
+    def committed_values(self) -> tuple[Range, Vector] | None:
+        """(share, values) as of the last commit, for a snapshot: not changed later. None if there is nothing."""
+        return (self._share, self._values) if len(self._share) else None
 
     def answered(self, body: Digest, share: Range, mean: Vector, part: Any) -> None:
         """`part` was this peer's answer in the update with this body; it counts once that is committed."""

@@ -128,6 +128,7 @@ class RoundBook:
             overhead_received=traffic["overhead_received"],
             abstained=own.reason if own and own.abstains else "",
             reused=watch.reused if watch else False,
+            residual_norm=local.residual_norm if local else None,
         )
 
     def _traffic_since(self) -> dict[str, dict[str, int]]:

@@ -337,12 +337,12 @@ class Session:
             self.bench.put(ValidateAll(round))
 
     def _save_snapshot(self, state: LogState) -> None:
-        loop = asyncio.get_running_loop()
+        loop, part_residual = asyncio.get_running_loop(), self.desk.part_residual()
 
         def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
             begun = time.perf_counter()
             try:
-                manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner)
+                manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner, part_residual)
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:

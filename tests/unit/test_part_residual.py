@@ -43,3 +43,16 @@ def test_it_follows_its_share() -> None:
     moved = residual.of(Range(32, 64))
     np.testing.assert_array_equal(moved[:16], whole[16:])
     assert not moved[16:].any()
+
+def test_a_snapshot_keeps_it_as_of_the_last_commit() -> None:
+    residual = PartResidual(CODEC)
+    assert residual.committed_values() is None
+    answered(residual, b"b")
+    residual.committed(b"b")
+    kept = residual.committed_values()
+    assert kept is not None
+    before = kept[1].copy()
+    answered(residual, b"c")
+    residual.committed(b"c")
+    np.testing.assert_array_equal(kept[1], before)
+    np.testing.assert_array_equal(PartResidual(CODEC, kept).of(SHARE), before)

@@ -146,3 +146,51 @@ def test_nothing_sound_on_disk_is_said(tmp_path: Path) -> None:
     assert rebuilder(store, snapshots, initial=1.0)(6) is None
     store.prune(3)
     assert rebuilder(store, snapshots)(6) is None
+
+
+# ---------------------------------------------------------------- what was left unsaid
+
+KEEPS = (SETTINGS[0], CodecSection(residual=True), SETTINGS[2])
+
+
+def with_residuals(folder: Path, values: int = 8, stop: int = 7) -> Snapshots:
+    snapshots, vector = Snapshots(folder), np.arange(values, dtype=np.float32)
+    state = LogState(FOUNDING.run, 2, b"d" * 32, ("peer-a",), (), 100)
+    part = (Range(3, stop), np.arange(stop - 3, dtype=np.float32) / 2)
+    snapshots.write(state, np.ones(8, np.float32), np.zeros(8, np.float32), vector, None, part)
+    return snapshots
+
+
+@pytest.mark.case("C066")
+def test_residuals_come_back_with_the_snapshot_of_the_last_round(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        found = resume(store, with_residuals(tmp_path), weights(), FOUNDING, KEEPS)
+    assert found.warnings == ()
+    assert found.residual is not None
+    assert list(found.residual) == list(range(8))
+    assert found.part_residual is not None
+    assert (found.part_residual[0], list(found.part_residual[1])) == (Range(3, 7), [0.0, 0.5, 1.0, 1.5])
+
+
+@pytest.mark.case("C066")
+@pytest.mark.parametrize("why", ["other tensors", "other tensors of a part", "damaged", "later rounds"])
+def test_a_residual_that_cannot_be_used_is_said_and_dropped(tmp_path: Path, why: str) -> None:
+    with DiskStore(tmp_path) as store:
+        snapshots = with_residuals(tmp_path, 9 if why == "other tensors" else 8, 9 if why == "other tensors of a part" else 7)
+        if why == "damaged":
+            spoil(tmp_path / "snapshot-2" / "residual.safetensors")
+        if why == "later rounds":
+            payload = codec.encode(SETTINGS[0], np.ones(8, np.float32), np.zeros(8, np.float32), SETTINGS[1])
+            assert isinstance(payload, np.ndarray)
+            one = Contribution("p", "p", 3, b"d" * 32, 1, (Range(5, 6),), digest_bytes(payload), payload.size)
+            update = Update(3, b"d" * 32, "gather", (), (one,), ("peer-a",), digest_bytes(payload), payload.size)
+            store.append(update, [payload.tobytes()])
+        found = resume(store, snapshots, weights(), FOUNDING, KEEPS)
+    assert (found.residual, found.part_residual) == (None, None)
+    assert "unsaid is lost" in found.warnings[-1]
+    assert len(found.warnings) == 1 + (why == "damaged")
+
+
+def test_a_run_that_keeps_no_residuals_says_nothing_of_them(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        assert resume(store, with_residuals(tmp_path), weights(), FOUNDING, SETTINGS).warnings == ()
