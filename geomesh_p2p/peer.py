@@ -213,7 +213,7 @@ class Peer:
             session = self.session = self._session(store, snapshots, transport, membership, profile, local)
             front.session = session
             if self.stopping:
-                session.leave(self.stopping)
+                session.leave(self.stopping, self._leave_code)
             model = LocalModel(
                 transport.peer,
                 self.name,
@@ -272,6 +272,10 @@ class Peer:
         self.signal = number
         self._stop(f"signal {number.name}")
 
+    @property
+    def _leave_code(self) -> int:
+        return 128 + signal.SIGINT if self.signal is signal.SIGINT else 0
+
     def _stop(self, reason: str) -> None:
         if self.stopping:
             return
@@ -279,7 +283,7 @@ class Peer:
         if self.session is not None:
             limit = f"{self.run.net.leave_seconds:g} s (net.leave_seconds)"
             log.info("%s: leaving after a round without this peer, at most %s; once more to stop at once", reason, limit)
-            self.session.leave(reason)
+            self.session.leave(reason, self._leave_code)
         elif self._main is not None:
             self._main.cancel()
 

@@ -116,9 +116,10 @@ class StateChecked:
 
 @dataclass(frozen=True)
 class LeaveWanted:
-    """The operator asked this peer to go (SIGTERM, drain)."""
+    """The operator asked this peer to go (SIGTERM, drain). `exit_code` is that of an end in good order then."""
 
     reason: str
+    exit_code: int = 0
 
 
 Event = (
@@ -309,4 +310,7 @@ HISTORY_KINDS = {
     "stop": "this peer ended: exit_code, reason",
 }
 
-DISCARD_REASONS = ("member_lost", "higher_term", "exchange_failed", "unequal_held", "plan_refused", "stepped_down", "shutdown")
+DISCARD_REASONS = (
+    "member_lost", "higher_term", "exchange_failed", "unequal_held", "plan_refused", "stepped_down", "shutdown",
+    "too_few_voters",
+)

@@ -60,6 +60,7 @@ class Leading:
         self.push_at = float("inf")
         self.benched: dict[PeerId, int] = {}     # left out until this round
         self.strikes: dict[PeerId, int] = {}
+        self.abstained: dict[PeerId, float] = {}  # newcomers, which get no vote so: not counted as voters to be until then
         self.doubted: dict[PeerId, float] = {}   # not counted ready before a heartbeat later than this says so
         self.waiting = ""
         self.failed = ""
@@ -153,9 +154,10 @@ class Leading:
         return seen is not None and seen.leaving
 
     def _voters_of(self, members: list[PeerId]) -> int:
-        """How many voters a round with these members will name, if every newcomer contributes."""
+        """How many voters a round with these members will name, if every newcomer contributes but those that have just not."""
         staying = [peer for peer in members if peer in self.s.view]
-        newcomers = len(members) - len(staying)
+        mute = [peer for peer in members if peer not in staying and self.abstained.get(peer, 0.0) > self.s.now]
+        newcomers = len(members) - len(staying) - len(mute)
         return len(staying) + (newcomers if self.s.round == GENESIS_ROUND else min(newcomers, len(self.s.view)))
 
     def collect(self) -> None:
@@ -196,7 +198,9 @@ class Leading:
 
     def _explain(self, members: list[PeerId]) -> None:
         missing = [peer for peer in self.s.view if peer not in members]
-        if self.s.quorum(members):
+        if self.s.quorum(members) and len(members) >= self.s.settings.min_peers:
+            self.waiting = f"newcomers that contribute: the next round needs {self.s.settings.min_peers} voters (min_peers)"
+        elif self.s.quorum(members):
             self.waiting = f"{self.s.settings.min_peers - len(members)} more trainers (min_peers {self.s.settings.min_peers})"
         else:
             self.waiting = f"a quorum of the voters: {self.s.sites(missing)}"
@@ -265,6 +269,11 @@ class Leading:
             self.lose([sender], "member_lost", bench=True)
             return
         self.finished.add(sender)
+        if message.contribution.abstains and sender not in self.s.view:
+            self.abstained[sender] = self.s.now + 10 * self.s.timing.retry_seconds
+            if self._voters_of(list(self.plan.peers)) < self.s.settings.min_peers:
+                self.lose([], "too_few_voters", bench=False)
+                return
         if len(self.finished) == len(self.plan.members) and self.finished_at == float("inf"):
             self.finished_at = self.s.now
 

@@ -134,7 +134,8 @@ class Replica:
                 self.anchors.checked(round, outcome)
                 if leading is not None:
                     leading.heard()
-            case ev.LeaveWanted(reason):
+            case ev.LeaveWanted(reason, exit_code):
+                s.leave_code = exit_code
                 self._want_to_leave(reason)
 
     def _receive(self, sender: PeerId, message: m.Message) -> None:
@@ -433,14 +434,27 @@ class Replica:
         s = self.s
         if not s.leaving or s.halted:
             return
-        too_few = sum(peer != s.me for peer in s.view) < s.settings.min_peers  # no round will ever be committed without it
+        others = [peer for peer in s.view if peer != s.me]
+        # With too few of them no round will ever be committed without this peer, unless newcomers get a vote before it goes.
+        coming = [peer for peer, seen in s.peers.items() if peer not in s.view and s.alive(peer) and seen.beat.trains]
+        heirs = [peer for peer in coming if not s.peers[peer].leaving]
+        too_few = len(others) < s.settings.min_peers and (not heirs or len(others) + len(heirs) < s.settings.min_peers)
         done = s.settings.final_round is not None and s.round >= s.settings.final_round
         voters = [peer for peer in s.view if peer != s.me and s.alive(peer)]
-        nobody_stays = all(s.peers[peer].leaving for peer in voters)
+        nobody_stays = not heirs and all(s.peers[peer].leaving for peer in voters)
         told = s.quorum(peer for peer in voters if s.peers[peer].beat.round >= s.round)
         gone = s.me not in s.view and self.member.plan is None and told
         if done or nobody_stays or too_few or gone or s.now >= self.leave_by:
-            s.halt(0, f"left: {s.leaving}")
+            s.halt(s.leave_code, f"left: {s.leaving}{self._what_remains(heirs)}")
+
+    def _what_remains(self, heirs: list[PeerId]) -> str:
+        """What the others can do if this peer goes with a vote that they need."""
+        s = self.s
+        others = [peer for peer in s.view if peer != s.me and s.alive(peer) and not s.peers[peer].leaving]
+        if s.me not in s.view or s.quorum(others) or not (others or heirs):
+            return ""
+        waiting = s.sites([*others, *heirs])
+        return f"; {waiting} cannot go on without this peer's vote, and will wait for it: start it again, its folder keeps all"
 
     # -------------------------------------------------------------- what can be seen from outside
 

@@ -55,6 +55,7 @@ class State:
         self.peers: dict[PeerId, Seen] = {}
         self.profile: Profile | None = None
         self.leaving = ""
+        self.leave_code = 0
         self.highest = durable.term          # the highest term heard of, adopted or not
         self.last_update: Update | None = None
         self.halted = False

@@ -32,6 +32,7 @@ class SiteView:
         kind = event["event"]
         if kind == "phase":
             waits = event.get("waiting_for")
+            self.round = max(self.round, int(event.get("round") or 0))  # where it resumed, before it commits one
             self.state = str(event.get("phase", "")) + (f" ({waits})" if waits else "")
         elif kind == "progress":
             self.state, self.step = "training", int(event.get("step", 0))
@@ -104,6 +105,7 @@ def round_line(round: int, rounds: Iterable[dict[str, Any]]) -> str:
     """One line for a committed round, from what its peers said of it. `rounds` is not empty."""
     said = list(rounds)
     first = said[0]
+    members = max(len(one.get("members") or ()) for one in said)  # a peer that caught up does not know them
     digests = sorted({str(one.get("digest", ""))[:12] for one in said})
     walls = [float(one["times"]["wall"]) for one in said if one.get("times")]
     wall = sum(walls)
@@ -113,7 +115,7 @@ def round_line(round: int, rounds: Iterable[dict[str, Any]]) -> str:
     parts = [
         f"round {round:>3}",
         f"digest {' != '.join(digests)}",
-        f"{len(first.get('contributors') or ())} of {len(first.get('members') or ())} contributed",
+        f"{len(first.get('contributors') or ())}{f' of {members}' if members else ''} contributed",
         f"loss {number(sum(losses) / sum(weights) if sum(weights) else None, '.3f')}",
         f"val ppl of round {round - 1} {number(perplexity, '.2f')}",
         f"{max(walls, default=0.0):.1f} s",

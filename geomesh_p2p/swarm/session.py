@@ -108,6 +108,7 @@ class Session:
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
         self._ends = False
+        self._good_ends = {0}
         self._seen_plan: Plan | None = None
         self._seen_members: tuple[tuple[str, ...], str] = ((), "")
         self._seen_phase: tuple[str, int, str] | None = None
@@ -131,15 +132,17 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.bench.drop()
-            if self.outcome is not None and self.outcome[0] == 0 and self.replica.round not in self.around.snapshots.rounds():
+            ended_well = self.outcome is not None and self.outcome[0] in self._good_ends
+            if ended_well and self.replica.round not in self.around.snapshots.rounds():
                 self._save_snapshot(self.replica.log.state)
             self.bench.put(None)
         if self.crash is not None:
             raise self.crash
 
-    def leave(self, reason: str) -> None:
-        """Ask to be left out of the next view; `run` ends when that is done or its deadline passes."""
-        self._put(ev.LeaveWanted(reason))
+    def leave(self, reason: str, exit_code: int = 0) -> None:
+        """Ask to be left out of the next view; `run` ends, with this exit code, when that is done or its deadline passes."""
+        self._good_ends.add(exit_code)
+        self._put(ev.LeaveWanted(reason, exit_code))
 
     async def answer(self, sender: PeerId, fetch: msg.Fetch) -> msg.Fetched:
         """State is for members only: a stranger learns nothing."""

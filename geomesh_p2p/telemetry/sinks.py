@@ -196,8 +196,9 @@ def describe(event: Any) -> str:
             perplexity = f", perplexity of round {of}: {event.validation_ppl:.2f}" if event.validation_ppl is not None else ""
             loss = f", loss {event.loss:.3f}" if event.loss is not None else ""
             idle = f"idle {event.times.straggler_idle:.1f} s for others, {event.times.wan_idle:.1f} s for bytes"
+            members = f" of {len(event.members)}" if event.members else ""  # unknown where this peer was no member
             return (
-                f"round {event.round} committed by {len(event.contributors)} of {len(event.members)}, {event.tokens:,} tokens "
+                f"round {event.round} committed by {len(event.contributors)}{members}, {event.tokens:,} tokens "
                 f"in {event.times.wall:.1f} s{loss}{perplexity}; {idle}; digest {event.digest.hex()[:12]}"
             )
         case seen.RoundDiscarded():
