@@ -1,0 +1,222 @@
+"""Who comes, goes, dies and comes back, in virtual time: the same state everywhere, nothing lost, nobody else harmed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.log import merged
+from geomesh_p2p.core.types import Range
+from geomesh_p2p.swarm.memory import Network, run_virtual
+from tests.injection.proof import fired, inject
+from tests.mesh.calm import CalmPeer, calm_mesh, until
+from tests.mesh.toy import SIZE, toy_run
+
+
+def run_of(min_peers: int = 2, keep_updates: int = 50, every: int = 2) -> RunConfig:
+    run = toy_run()
+    section = run.run.model_copy(update={"rounds": 100_000, "min_peers": min_peers})
+    save = run.save.model_copy(update={"keep_updates": keep_updates, "snapshot_every_rounds": every})
+    return run.model_copy(update={"run": section, "save": save})
+
+
+def mesh_of(folder: Path, names: str, run: RunConfig | None = None) -> tuple[list[CalmPeer], list[str]]:
+    peers = calm_mesh(folder, list(names), run or run_of(), Network(latency_seconds=0.02), 0.5, SIZE)
+    return peers, [peer.peer for peer in peers]
+
+
+def round_of(peer: CalmPeer) -> int:
+    return max(peer.digests(), default=0)
+
+
+async def kill(peer: CalmPeer) -> None:
+    """As kill -9 does: nothing is said or saved. Not at all if faults are switched off."""
+    fault = inject(peer.kill)
+    if fault is not None:
+        await fault
+    fired(peer.task is not None and peer.task.done(), f"{peer.name} was killed")
+
+
+async def stop(peers: list[CalmPeer]) -> None:
+    for peer in peers:
+        if peer.task is not None and not peer.task.done():
+            await peer.kill()
+
+
+def equal_states(peers: list[CalmPeer], first: int = 1) -> int:
+    """How many rounds from `first` on several peers have a state of; all of them must be equal."""
+    compared = 0
+    for round in range(first, max(round_of(peer) for peer in peers) + 1):
+        states = [peer.states[round] for peer in peers if round in peer.states]
+        assert len(set(states)) <= 1, f"round {round}"
+        compared += len(states) > 1
+    return compared
+
+
+@pytest.mark.case("C028")
+def test_a_joiner_has_every_shared_value_of_its_donor_before_and_after_the_first_joint_round(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abn", run_of(keep_updates=1))
+        joiner = peers[2]
+        for peer in peers[:2]:
+            peer.start(everybody)
+        await until(lambda: round_of(peers[0]) >= 7)
+        joiner.start(everybody)
+        await until(lambda: any(item["site"] == "n" for note in peers[0].commits() for item in note["contributors"]))
+        await until(lambda: round_of(joiner) == round_of(peers[0]))
+        adopted = next(fields["round"] for kind, fields in joiner.notes if kind == "adopt")
+        assert adopted >= 4
+        joint = min(note["round"] for note in peers[0].commits() if "n" in [item["site"] for item in note["contributors"]])
+        for round in (adopted, joint - 1, joint):
+            assert joiner.states[round] == peers[0].states[round]
+        theirs, mine = (peer.session.replica.log.state for peer in (peers[0], joiner) if peer.session is not None)
+        assert mine == theirs, "round, digest, voters, credited ranges and tokens, which the schedule follows"
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.case("C030")
+@pytest.mark.fault
+def test_a_peer_that_comes_back_with_an_old_state_takes_the_others_(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers:
+            peer.start(everybody)
+        await until(lambda: round_of(peers[2]) >= 5)
+        await kill(peers[2])
+        await until(lambda: round_of(peers[0]) >= 20)
+        peers[2].start(everybody)
+        await until(lambda: any(item["site"] == "c" for note in peers[0].commits()[20:] for item in note["contributors"]))
+        theirs = peers[0].digests()
+        assert all(theirs[round] == digest for round, digest in peers[2].digests().items() if round in theirs)
+        assert set(range(1, 21)) <= set(peers[2].digests())
+        assert equal_states(peers) >= 15
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.long
+@pytest.mark.case("C032")
+@pytest.mark.fault
+def test_twenty_kills_and_returns_of_one_leave_the_others_going(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers:
+            peer.start(everybody)
+        await until(lambda: round_of(peers[0]) >= 2)
+        survivors, random = [peers[0].task, peers[2].task], Random(1)
+        for _ in range(20):
+            await asyncio.sleep(random.uniform(0.1, 8.0))
+            await kill(peers[1])
+            before = round_of(peers[0])
+            await asyncio.sleep(random.uniform(0.1, 8.0))
+            peers[1].start(everybody)
+            await until(lambda before=before: min(round_of(peers[0]), round_of(peers[2])) > before)  # type: ignore[misc]
+        assert [peers[0].task, peers[2].task] == survivors
+        assert not any(task is None or task.done() for task in survivors)
+        last = round_of(peers[0])
+        await until(lambda: any(item["site"] == "b" for note in peers[0].commits()[last:] for item in note["contributors"]))
+        assert equal_states(peers) > 20
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.case("C033")
+@pytest.mark.fault
+def test_a_member_that_dies_before_the_first_round_is_not_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers[:2]:
+            peer.start(everybody)
+        await asyncio.sleep(0.9)
+        await kill(peers[1])
+        begun = asyncio.get_running_loop().time()
+        peers[2].start(everybody)
+        await until(lambda: round_of(peers[0]) >= 1)
+        assert asyncio.get_running_loop().time() - begun <= peers[0].timing.heartbeat_limit_seconds + 10.0
+        assert [item["site"] for item in peers[0].commits()[0]["contributors"]] == ["a", "c"]
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.case("C038")
+@pytest.mark.fault
+def test_after_the_death_of_all_the_run_goes_on_from_the_last_committed_round(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers:
+            peer.start(everybody)
+        await until(lambda: round_of(peers[0]) >= 6)
+        await asyncio.sleep(2.0)
+        for peer in peers:
+            await kill(peer)
+        last = max(round_of(peer) for peer in peers)
+        digest = next(peer.digests()[last] for peer in peers if last in peer.digests())
+        for peer in peers:
+            peer.start(everybody)
+        await until(lambda: min(round_of(peer) for peer in peers) >= last + 3)
+        assert all(peer.digests()[last] == digest for peer in peers)
+        assert equal_states(peers) >= last
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.case("C039")
+@pytest.mark.fault
+def test_the_ranges_of_a_killed_member_are_handed_out_again_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers:
+            peer.start(everybody)
+        assert peers[1].session is not None
+        doomed = peers[1].session.replica
+        await until(lambda: round_of(peers[0]) >= 3 and doomed.phase == "training")
+        await asyncio.sleep(0.6)
+        lost = [fields["ranges"]["b"] for kind, fields in peers[0].notes if kind == "accept"][-1]
+        await kill(peers[1])
+        await until(lambda: round_of(peers[0]) >= 12)
+        ranges = [r for note in peers[0].commits() for item in note["contributors"] for r in item["ranges"]]
+        assert sum(len(r) for r in ranges) == sum(len(r) for r in merged(ranges)), "nothing twice"
+        assert merged(ranges) == (Range(0, max(r.stop for r in ranges)),), "nothing left out"
+        others = [item for note in peers[0].commits() for item in note["contributors"] if item["site"] != "b"]
+        again = [r for item in others for r in item["ranges"]]
+        assert all(any(one.start <= r.start and r.stop <= one.stop for one in merged(again)) for r in lost)
+        await stop(peers)
+
+    run_virtual(main())
+
+
+@pytest.mark.case("C071")
+def test_the_shared_state_is_equal_in_mid_window_and_at_the_boundary_while_local_weights_differ(tmp_path: Path) -> None:
+    """What is shared are the anchor and the outer momentum; a peer's weights in mid-window are its own."""
+
+    async def main() -> None:
+        peers, everybody = mesh_of(tmp_path, "abc")
+        for peer in peers:
+            peer.start(everybody)
+        for round in (3, 4):
+            await until(lambda round=round: min(peer.model.round for peer in peers) == round)  # type: ignore[misc]
+            at_boundary = {digest_bytes(peer.model.state.anchor, peer.model.state.momentum) for peer in peers}
+            await asyncio.sleep(1.5)
+            for peer in peers:  # each has gone its own way by now
+                peer.model.engine.set_weights(peer.model.state.anchor + np.float32(len(peer.name) + ord(peer.name)))
+            in_mid_window: list[Any] = [digest_bytes(peer.model.state.anchor, peer.model.state.momentum) for peer in peers]
+            assert {peer.model.round for peer in peers} == {round}
+            assert len(at_boundary) == len({*in_mid_window}) == 1
+            assert len({digest_bytes(peer.model.engine.weights()) for peer in peers}) == 3
+        assert all(note["contributors"][0]["anchor_part"] for note in peers[0].commits()), "each round compares a part"
+        await stop(peers)
+
+    run_virtual(main())
