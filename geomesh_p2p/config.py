@@ -162,6 +162,11 @@ class NetSection(Section):
     port_mapping: bool = False
     """Ask routers to map the port (UPnP, NAT-PMP)."""
     relay: bool = False
+    """Relay for peers of the run that cannot be dialled, and use such relays if this peer is one of them (docs/relay.md)."""
+    relay_bytes: PositiveInt = 2**40
+    """As a relay: bytes each way that one relayed connection may carry."""
+    relay_seconds: PositiveInt = Field(default=2_592_000, le=2**31)
+    """As a relay: how long one relayed connection may live."""
     join_secret_file: str = ""
     """File with a secret that all peers of a closed run share; empty: anybody may join."""
     allow: tuple[str, ...] = ()

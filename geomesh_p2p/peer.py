@@ -43,6 +43,7 @@ from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.offload import in_own_thread
 from geomesh_p2p.swarm.planning import LeadersPlanner
+from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from geomesh_p2p.telemetry import log as logs
@@ -118,6 +119,7 @@ class Peer:
         self.signal: signal.Signals | None = None
         self.joined = False
         self.abandoned = False
+        self._reaching: asyncio.Future[None] | None = None
         self._main: asyncio.Task[Any] | None = None
 
     def observe(self, event: Any) -> None:
@@ -212,6 +214,9 @@ class Peer:
             local = (engine, resumed, founding)
             session = self.session = self._session(store, snapshots, transport, membership, profile, local)
             front.session = session
+            reaching = front.reaching = Reaching(transport, membership, self.run.net, self.observe)
+            self._reaching = asyncio.ensure_future(reaching.keep())
+            self._reaching.add_done_callback(self._met)
             if self.stopping:
                 session.leave(self.stopping, self._leave_code)
             model = LocalModel(
@@ -229,10 +234,11 @@ class Peer:
             assert session.outcome is not None
             return self._ended(*session.outcome)
         finally:
-            meeting.remove_done_callback(self._met)
-            meeting.cancel()
-            clocks.cancel()
-            await asyncio.gather(meeting, clocks, return_exceptions=True)
+            beside = [task for task in (meeting, clocks, self._reaching) if task is not None]
+            for task in beside:
+                task.remove_done_callback(self._met)
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             await directory.stop()
 
     # ---------------------------------------------------------------- opening
@@ -459,6 +465,7 @@ class FrontDoor:
     def other_version(self, peer: PeerId, version: int) -> None:
         if self.membership is not None:
             self.membership.on_other_version(peer, version, time.monotonic())
+        self.reaching: Reaching | None = None
 
     def receive(self, sender: PeerId, message: Message) -> None:
         if self.session is not None:
@@ -473,6 +480,8 @@ class FrontDoor:
             return time_of_day
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
+        if self.reaching is not None and (answer := await self.reaching.answer(sender, fetch)) is not None:
+            return answer
         return await self.session.answer(sender, fetch)
 
 

@@ -170,7 +170,8 @@ class Leave:
 @dataclass(frozen=True)
 class Fetch:
     """`what` is update | header | held | manifest | snapshot | founding | status | clock; `round`, `offset` and `length` choose
-    the bytes. A `header` is an update without its body; a `manifest` that of the newest snapshot up to `round` (0: of any)."""
+    the bytes. A `header` is an update without its body; a `manifest` that of the newest snapshot up to `round` (0: of any).
+    Or dial-back: `offset` is the asker's own port."""
 
     what: str
     round: int

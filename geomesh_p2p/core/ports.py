@@ -89,6 +89,14 @@ class PeerTraffic:
     overhead_received: int = 0
     dropped: int = 0
 
+    @property
+    def sent(self) -> int:
+        return self.payload_sent + self.overhead_sent
+
+    @property
+    def received(self) -> int:
+        return self.payload_received + self.overhead_received
+
 
 # ---------------------------------------------------------------- disk
 

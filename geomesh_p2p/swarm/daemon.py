@@ -32,6 +32,9 @@ log = logging.getLogger("geomesh.daemon")
 OUTPUT_LINES = 20
 STOP_SECONDS = 5.0
 PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
+MOST_ANSWER_BYTES = 4096         # of a short question to another peer's daemon
+RELAY_CIRCUITS, RELAY_PLACES = 256, 256
+RELAY_BUFFER_BYTES = 256 * 1024  # of each way of each relayed connection: the daemon's own choice is 16 MiB
 
 # Run in between: asks the kernel to kill this process when its parent ends, then becomes the daemon. Looks at its parent
 # afterwards, which may have ended just before. In a session of its own, as Ctrl-C in a terminal reaches all processes of the
@@ -65,8 +68,10 @@ class Daemon:
             task.add_done_callback(_heard)
 
     @classmethod
-    async def start(cls, net: NetSection, identity_path: Path, on_exit: OnExit) -> Daemon:
-        """Raises TemporaryError, with the daemon's last words, if it does not come up in net.daemon_start_seconds."""
+    async def start(cls, net: NetSection, identity_path: Path | None, on_exit: OnExit) -> Daemon:
+        """Raises TemporaryError, with the daemon's last words, if it does not come up in net.daemon_start_seconds. Without an
+        identity it has a new one and does not listen: to ask others something."""
+        nameless = identity_path is None
         output: deque[str] = deque(maxlen=OUTPUT_LINES)
         made: list[P2P] = []
         running: list[Daemon] = []
@@ -91,7 +96,7 @@ class Daemon:
                 launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
                 # libp2p closes connections beyond its marks: room for each peer twice, and for as many strangers
                 marks = {"connLo": max(256, 4 * net.most_peers), "connHi": max(512, 8 * net.most_peers)}
-                return launcher + P2P._make_process_args(*args, **kwargs, **marks)
+                return launcher + P2P._make_process_args(*args, **kwargs, **marks, **({} if nameless else relay_service(net)))
 
             async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
                 while True:
@@ -114,15 +119,14 @@ class Daemon:
 
         try:
             p2p = await Watched.create(
-                host_maddrs=[net.listen],
-                announce_maddrs=[net.announce] if net.announce else None,
-                identity_path=str(identity_path),
+                host_maddrs=None if nameless else [net.listen],
+                no_listen=nameless,
+                announce_maddrs=[net.announce] if net.announce and not nameless else None,
+                identity_path=None if nameless else str(identity_path),
                 startup_timeout=net.daemon_start_seconds,
-                nat_port_map=net.port_mapping,
-                use_relay=net.relay,
-                use_auto_relay=net.relay,
-                trusted_relays=net.seeds if net.relay else None,
-                auto_nat=False,
+                nat_port_map=net.port_mapping and not nameless,
+                use_relay=net.relay and not nameless,
+                auto_nat=net.relay and not nameless,  # with it comes hole punching
                 use_ipfs=False,
             )
         except BaseException as error:
@@ -170,7 +174,7 @@ class Daemon:
         """Dial `peer`, if it is not connected. Raises Unreachable with libp2p's reason."""
         try:
             to = PeerID.from_base58(peer).to_bytes()
-            bare = [Multiaddr(address.split("/p2p/")[0]).to_bytes() for address in addresses]
+            bare = [packed_address(address) for address in addresses]
             connect = p2pd_pb2.ConnectRequest(peer=to, addrs=bare)
             answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
@@ -190,8 +194,32 @@ class Daemon:
         found: dict[PeerId, tuple[str, ...]] = {}
         for info in answer.peers:
             peer = PeerID(info.id).to_base58()
-            found[peer] = (*found.get(peer, ()), *(str(Multiaddr(packed)) for packed in info.addrs))
+            found[peer] = (*found.get(peer, ()), *(text_of(packed) for packed in info.addrs))
         return found
+
+    async def ask_peer(self, peer: PeerId, protocol: str, packed: bytes) -> bytes:
+        """Send one message behind its length over a new stream of `protocol`, and return the one that answers it. Raises
+        Unreachable. The caller sets the deadline."""
+        try:
+            ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
+            reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
+        except (OSError, ValueError) as error:
+            raise Unreachable(str(error)) from None
+        try:
+            request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+            writer.write(delimited(request.SerializeToString()))
+            opened = p2pd_pb2.Response.FromString(await reader.readexactly(await _read_varint(reader)))
+            if opened.type == p2pd_pb2.Response.ERROR:
+                raise Unreachable(opened.error.msg or "stream refused")
+            writer.write(delimited(packed))
+            size = await _read_varint(reader)
+            if size > MOST_ANSWER_BYTES:
+                raise Unreachable(f"{peer} answers {protocol} with {size} bytes")
+            return await reader.readexactly(size)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise Unreachable(f"{peer} closed the stream: {error}") from None
+        finally:
+            writer.close()
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection with `peer`."""
@@ -255,6 +283,7 @@ class Daemon:
         if answer.type == p2pd_pb2.Response.ERROR:
             stream.abort()
             raise Unreachable(answer.error.msg or "stream refused")
+        stream.remote_address = text_of(answer.streamInfo.addr)
 
     async def accept(self, handlers: dict[str, Handler]) -> None:
         """Serve streams by protocol: `handlers[protocol](peer, stream)` sets the stream's callbacks, or aborts it. `peer` is
@@ -315,10 +344,47 @@ def _incoming(handlers: dict[str, Handler]) -> FrameStream:
 
     def introduced(packed: bytes) -> None:
         info = p2pd_pb2.StreamInfo.FromString(packed)
+        stream.remote_address = text_of(info.addr)
         handlers[info.proto](PeerID(info.peer).to_base58(), stream)
 
     stream.expect_preface(introduced)
     return stream
+
+
+def relay_service(net: NetSection) -> dict[str, Any]:
+    """What the daemon is told of relaying. It relays only for certain if it takes itself for public (see relaying.py)."""
+    if not net.relay:
+        return {}
+    return {
+        "relayService": 1,
+        "forceReachabilityPublic": 1,
+        "relayDataLimit": net.relay_bytes,
+        "relayTimeLimit": f"{net.relay_seconds}s",
+        "relayMaxCircuits": RELAY_CIRCUITS,
+        "relayMaxReservations": RELAY_PLACES,
+        "relayBufferSize": RELAY_BUFFER_BYTES,
+    }
+
+
+P2P_BYTES, CIRCUIT_BYTES = b"\xa5\x03", b"\xa2\x02"
+
+
+def packed_address(text: str) -> bytes:
+    """`text` in libp2p's binary form, without the peer id at its end. hivemind's own packing of a relay's id is wrong."""
+    before, circuit, _ = text.partition("/p2p-circuit")
+    bare, _, relay = before.partition("/p2p/")
+    if not circuit:
+        return bytes(Multiaddr(bare).to_bytes())
+    relay_id = PeerID.from_base58(relay).to_bytes()
+    return bytes(Multiaddr(bare).to_bytes()) + P2P_BYTES + _varint(len(relay_id)) + relay_id + CIRCUIT_BYTES
+
+
+def text_of(packed: bytes) -> str:
+    """A binary multiaddress as text, "" if it cannot be read."""
+    try:
+        return str(Multiaddr(packed)) if packed else ""
+    except Exception:
+        return ""
 
 
 def last_words(output: deque[str]) -> str:
@@ -327,12 +393,16 @@ def last_words(output: deque[str]) -> str:
 
 def delimited(packed: bytes) -> bytes:
     """A protobuf message behind its length as a varint: how the daemon frames its own messages."""
-    size, head = len(packed), bytearray()
-    while size >= 0x80:
-        head.append(size & 0x7F | 0x80)
-        size >>= 7
-    head.append(size)
-    return bytes(head) + packed
+    return _varint(len(packed)) + packed
+
+
+def _varint(value: int) -> bytes:
+    head = bytearray()
+    while value >= 0x80:
+        head.append(value & 0x7F | 0x80)
+        value >>= 7
+    head.append(value)
+    return bytes(head)
 
 
 async def _read_varint(reader: asyncio.StreamReader) -> int:

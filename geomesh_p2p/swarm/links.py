@@ -94,6 +94,11 @@ class LinkTable:
         path = self._paths.get(peer)
         return path.bytes_per_second if path is not None else None
 
+    def outstanding(self, peer: PeerId) -> bool:
+        """Whether something sent to `peer` has not been acknowledged yet."""
+        path = self._paths.get(peer)
+        return path is not None and path.busy_since is not None
+
     def links_from(self, me: PeerId) -> tuple[Link, ...]:
         """The ways whose rate has been measured, ordered by peer id."""
         return tuple(

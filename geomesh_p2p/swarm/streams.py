@@ -26,6 +26,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.on_bad: Callable[[FrameStream, FrameError], None] = _ignore
         self.paused = False
         self.lost = False
+        self.remote_address = ""     # of the connection that carries it, as far as it is known
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader()
         self._early = bytearray()

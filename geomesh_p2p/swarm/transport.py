@@ -28,6 +28,7 @@ from geomesh_p2p.swarm.budgets import REMEMBERED_STRANGERS, Budgets, OverBudget
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
 from geomesh_p2p.swarm.links import LinkTable
+from geomesh_p2p.swarm.relaying import Circuits, choose_route, learn_caps, relay_of, start_daemon
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
@@ -35,6 +36,8 @@ from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
 from geomesh_p2p.swarm.watching import LinkWatch
 
 INCARNATION_BYTES = 8
+PROBE_BEFORE_RELAY_SECONDS = 1.5
+DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 DIAL_SECONDS = 10.0
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -79,6 +82,8 @@ class Libp2pTransport:
         self._on_warning = on_warning or (lambda reason, text: None)
         given_up = on_daemon_exit or (lambda code, output: None)
         self._upkeep = Upkeep(self._start_daemon, self._opened, self._on_warning, given_up)
+        self.circuits = Circuits()
+        self._relayed_addresses: tuple[str, ...] = ()
         self._incarnation = os.urandom(INCARNATION_BYTES)
         self._remotes: dict[PeerId, Remote] = {}
         self._watch = LinkWatch(self._remotes, lambda: self.daemon, net.heartbeat_limit_seconds)
@@ -110,7 +115,7 @@ class Libp2pTransport:
 
     async def _start_daemon(self, on_exit: OnExit) -> Daemon:
         await asyncio.to_thread(check_port_free, self.listening)
-        return await Daemon.start(self.net, self.identity_path, on_exit)
+        return await start_daemon(self.net, self.identity_path, on_exit)
 
     async def _opened(self, daemon: Daemon) -> None:
         """The daemon was started. If it was another one before, this is a restart to the others."""
@@ -142,8 +147,8 @@ class Libp2pTransport:
         await self._upkeep.stop()
 
     def addresses(self) -> tuple[str, ...]:
-        """Where others dial this peer (net.announce if given), bound port and peer id included."""
-        return self._addresses
+        """Where others dial this peer (net.announce if given), bound port and peer id included; then ways through relays."""
+        return self._addresses + self._relayed_addresses
 
     @property
     def daemon(self) -> Daemon | None:
@@ -239,6 +244,7 @@ class Libp2pTransport:
             stream.abort()
         if (remote := self._remotes.pop(peer, None)) is not None:
             remote.close()
+        self.circuits.closed(peer)
         self._met_peers.pop(peer, None)
         self.links.forget(peer)
 
@@ -271,15 +277,64 @@ class Libp2pTransport:
         if daemon is None or peer == self.peer:
             raise Unreachable(NOT_RUNNING if daemon is None else "a peer does not dial itself")
         try:
-            if addresses:
-                # libp2p waits longer and longer after a failed dial, up to minutes: it dials once it can succeed.
-                if not await daemon.connected(peer) and (why := await answering(addresses)):
-                    raise Unreachable(f"{peer}: {why}")
-                await daemon.connect(peer, addresses)
+            if addresses and not await daemon.connected(peer):
+                await self._connect(daemon, peer, addresses)
             await daemon.open(peer, protocol, stream)
         except ValueError as error:
             raise Unreachable(f"{peer!r} is not a peer id ({error})") from None
+        self._saw(peer, stream)
         stream.write_raw(self._incarnation)
+
+    async def _connect(self, daemon: Daemon, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """Directly if its port answers, else through a relay. libp2p waits longer and longer after a failed dial, up to
+        minutes: it dials once it can succeed. Raises Unreachable."""
+        direct = [address for address in addresses if not relay_of(address)]
+        if not direct:
+            refused = "no direct address of it is known"
+        elif len(direct) == len(addresses):
+            refused = await answering(direct)
+        else:
+            refused = await answering(direct, PROBE_BEFORE_RELAY_SECONDS)
+        route = choose_route(addresses, refused, self.circuits.caps.get)
+        if not route.addresses:
+            raise Unreachable(f"{peer}: {route.why}")
+        if route.relayed:
+            await learn_caps(daemon, route.addresses, self.circuits)
+        await daemon.connect(peer, route.addresses)
+
+    def _saw(self, peer: PeerId, stream: FrameStream) -> None:
+        traffic = remote.traffic if (remote := self._remotes.get(peer)) is not None else PeerTraffic()
+        self.circuits.seen(peer, stream.remote_address, traffic.sent, traffic.received, asyncio.get_running_loop().time())
+
+    async def _make_room(self, to: PeerId, whole: int, piece: int) -> None:
+        """If `to` is reached through a relay whose caps would cut this transfer: let what was sent arrive, and begin anew."""
+        loop, remote, daemon = asyncio.get_running_loop(), self._remote(to), self.daemon
+        rate, traffic = self.links.bytes_per_second(to), remote.traffic
+        if daemon is None or not self.circuits.must_renew(to, traffic.sent, traffic.received, whole, piece, rate, loop.time()):
+            return
+        self.circuits.renew(to)
+        latest = loop.time() + DRAIN_SECONDS
+        while self.links.outstanding(to) and loop.time() < latest:  # noqa: ASYNC110 - acknowledgements end it, or the limit
+            await asyncio.sleep(0.02)
+        await daemon.disconnect(to)
+
+    def dialable(self) -> tuple[tuple[PeerId, str], ...]:
+        """Peers connected directly, with an address at which they can be dialled; the seeds first."""
+        seeds = {parse(seed, "net.seeds").peer for seed in self.net.seeds}
+        found = []
+        for peer, streams in self._incoming.items():
+            direct = next((a for a in self._remote(peer).addresses if not relay_of(a)), "")
+            if streams and direct and not self.circuits.relay(peer):
+                found.append((peer, direct if "/p2p/" in direct else f"{direct}/p2p/{peer}"))
+        return tuple(sorted(found, key=lambda entry: (entry[0] not in seeds, entry[0])))
+
+    def relayed_through(self, addresses: tuple[str, ...]) -> None:
+        """The addresses at which relays let others through to this peer: addresses() has them from now on."""
+        self._relayed_addresses = addresses
+
+    def seen_at(self, peer: PeerId) -> str:
+        """The address at the other end of the connection with `peer`, "" if there is none."""
+        return next((stream.remote_address for stream in self._incoming.get(peer, ()) if stream.remote_address), "")
 
     def send(self, to: PeerId, message: Message) -> None:
         remote = self._remote(to)
@@ -297,6 +352,7 @@ class Libp2pTransport:
     async def send_bulk(self, to: PeerId, chunk: Chunk) -> None:
         if self.daemon is None:
             raise Unreachable(NOT_RUNNING)
+        await self._make_room(to, chunk.total - chunk.offset, len(chunk.data))
         self.links.sent(to, chunk, asyncio.get_running_loop().time())
         await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
 
@@ -305,6 +361,7 @@ class Libp2pTransport:
         self._sequence += 1
         clock = asyncio.get_running_loop().time
         latest = clock() + ANSWER_PATIENCE * timeout_seconds
+        await self._make_room(to, fetch.length, fetch.length)
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
 
@@ -333,8 +390,10 @@ class Libp2pTransport:
             streams.discard(stream)
             if not streams and self._incoming.get(peer) is streams:
                 del self._incoming[peer]
+                self.circuits.closed(peer)
 
         stream.on_lost = lost
+        self._saw(peer, stream)
         stream.on_bad = lambda _stream, error: self._bad(peer, error)
         stream.budget(
             lambda kind, length: budgets.begin_frame(peer, kind, length), lambda length: budgets.end_frame(peer, length)

@@ -97,6 +97,7 @@ class Site:
     starts: int = 0
     extra: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    prefix: list[str] = field(default_factory=list)     # in front of its command, such as: ip netns exec NAME
     _read_bytes: int = 0
     _notes: list[dict[str, Any]] = field(default_factory=list)
 
@@ -118,10 +119,11 @@ class Site:
             *self.extra,
         ]
         environment, log_file = {**self.mesh.environment, **self.environment}, self.mesh.folder / f"{self.name}.log"
-        if self.mesh.command == LIGHT:
+        if self.mesh.command == LIGHT and not self.prefix:
             self.process = zygote.start(command[len(LIGHT) :], environment, self.mesh.folder, log_file)
         else:
             with log_file.open("ab") as log:
+                command = [*self.prefix, *command]
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.mesh.folder, env=environment)
         if self.mesh.network is not None:
             self.mesh.network.process(self.name, self.process.pid)
