@@ -4,6 +4,7 @@ FAKE_PEER (environment) is JSON: {"folder": where it writes what happened to it,
     rounds           how many rounds it reports (default 3)
     tokens_per_second  it asks to be calibrated and reports this
     fail             exit with this code at once        die_after   exit with 7 after this round
+    killed_after     end by SIGKILL after this round
     killed_after     kill -9 after this round
     wall             seconds that each round is said to have taken (default 6)
     silent_after     say nothing more after this round, until told to end
@@ -87,6 +88,8 @@ def main() -> int:
                 time.sleep(0.01)
             os.kill(os.getppid(), mine["signal_parent"][1])
             wait_for_the_end()
+        if mine.get("killed_after") == number:
+            os.kill(os.getpid(), signal.SIGKILL)
         if mine.get("die_after") == number:
             return 7
         if mine.get("killed_after") == number:

@@ -212,6 +212,7 @@ def metrics_of(site: Site) -> str:
 
 
 @pytest.mark.case("C011")
+@pytest.mark.case("C076")
 @pytest.mark.fault
 @pytest.mark.long
 def test_peers_whose_clocks_differ_and_jump_keep_leader_and_members_and_say_by_how_much(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.mesh import Limits, peer_commands, run_mesh, time_scale
 from geomesh_p2p.lab.table import SiteView, round_line, size, table
 from geomesh_p2p.loading import SiteFile, load_sites
+from tests.injection.proof import fired, inject, injecting
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "fake_peer.py"))
 QUICK = Limits(check_seconds=0.02)
@@ -201,6 +202,20 @@ def test_a_peer_that_cannot_start_stops_the_others(bench: Bench, capsys: pytest.
     said = capsys.readouterr().out
     assert "b ended with code 4" in said
     assert "    b: cannot go on" in said
+
+
+@pytest.mark.case("C098")
+@pytest.mark.fault
+def test_a_peer_that_the_kernel_ends_is_explained_and_the_others_go_on(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inject(lambda: bench.script(b={"killed_after": 1}))
+    if not injecting():
+        bench.script()
+    bench.mesh()
+    said = capsys.readouterr().out
+    fired([peer["rounds"] for peer in bench.report["peers"]] == [3, 1, 3], "b ended after its first round")
+    assert "b ended by signal 9 in round 2: the kernel ends processes so when memory is short" in said
 
 
 def test_the_others_go_on_when_one_dies(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
