@@ -217,6 +217,8 @@ class DeviceSection(Section):
     """torch threads; None: torch's own choice (1 when emulated)."""
     max_batch: PositiveInt | None = None
     """Never more sequences a step than this."""
+    ranks: PositiveInt = 1
+    """So many devices share each batch, from `name` on (cuda:0, cuda:1, ...; on a CPU: replicas). Outside they are one peer."""
     profile: str = ""
     """Profile file written by `geomesh profile`; empty: measured at start."""
 

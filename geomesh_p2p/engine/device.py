@@ -44,6 +44,17 @@ def choose_device(name: str, file: str = "") -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
+def other_ranks(device: torch.device, ranks: int) -> list[torch.device]:
+    """The devices that share a peer's batches with `device`: those after it, or more replicas on the CPU.
+    Raises ConfigError if there are not so many."""
+    if device.type == "cpu":
+        return [device] * (ranks - 1)
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + ranks > count:
+        raise ConfigError(f"device.ranks is {ranks} from cuda:{first} on, but this host has {count} CUDA devices; give fewer")
+    return [torch.device("cuda", first + rank) for rank in range(1, ranks)]
+
+
 def device_label(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine() or "cpu"
 

@@ -27,6 +27,7 @@ from geomesh_p2p.engine.data import DataManifest, load_corpus
 from geomesh_p2p.engine.evaluate import token_losses
 from geomesh_p2p.engine.feed import Feed, Patience
 from geomesh_p2p.engine.inner import InnerLoop, run_round
+from geomesh_p2p.engine.ranks import Ranks
 from geomesh_p2p.engine.tokenizer import load_tokenizer
 from geomesh_p2p.errors import DataError
 
@@ -60,7 +61,9 @@ class TorchEngine:
         profile = Path(site.device.profile) if site.device.profile and site.emulation is None else None
         self.feed = Feed(self.corpus, Patience(run.dataset.read_seconds), self._warn_of_data)
         self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
-        self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device))
+        others = devices.other_ranks(self.device, site.device.ranks)
+        ranks = Ranks(self.model, others, lambda: devices.set_threads(site.device, site.emulation is not None))
+        self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device), ranks)
         self.time_scale = site.emulation.time_scale if site.emulation else None
         self._initial_weights = self.model.weights_digest
         # Only models with dropout draw from it; each site draws its own.

@@ -19,6 +19,7 @@ from geomesh_p2p.core.types import Assignment, Plan, Range
 from geomesh_p2p.engine.device import Pacer
 from geomesh_p2p.engine.feed import Feed, Starved
 from geomesh_p2p.engine.model import FlatModel
+from geomesh_p2p.engine.ranks import Ranks
 from geomesh_p2p.errors import DataError
 
 LION_CHUNK = 1 << 22
@@ -62,8 +63,11 @@ class Lion(torch.optim.Optimizer):
 class InnerLoop:
     """One optimizer on one flat model. The optimizer's moments stay here from round to round; weights come and go."""
 
-    def __init__(self, model: FlatModel, settings: InnerSection, bf16: bool = False) -> None:
+    def __init__(
+        self, model: FlatModel, settings: InnerSection, bf16: bool = False, ranks: Ranks | None = None
+    ) -> None:
         self.model = model
+        self.ranks = ranks or Ranks(model, ())
         self.settings = settings
         self.bf16 = bf16
         self.skipped_in_a_row = 0
@@ -87,19 +91,8 @@ class InnerLoop:
     def step(self, ids: Ids, rate: float) -> tuple[float, bool]:
         """One optimizer step on (batch, length + 1) ids. Returns the mean loss in nats and whether the step was taken:
         a gradient that is not finite leaves weights and moments as they were."""
-        batch = len(ids)
-        micro = self.settings.micro_batch or batch
         model = self.model
-        model.grad.zero_()
-        loss = torch.zeros((), device=model.device)
-        tokens = torch.from_numpy(ids).to(model.device, non_blocking=True)
-        for part in tokens.split(micro):
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
-                logits = model.logits(part[:, :-1])
-                mean = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
-            share = mean * (len(part) / batch)
-            share.backward()
-            loss += share.detach()
+        loss = self.ranks.gradient(self._gradient, torch.from_numpy(ids))
         norm = float(torch.linalg.vector_norm(model.grad))
         if not math.isfinite(norm):
             self.skipped_in_a_row += 1
@@ -111,6 +104,18 @@ class InnerLoop:
             group["lr"] = rate
         self.optimizer.step()
         return float(loss), True
+
+    def _gradient(self, model: FlatModel, ids: torch.Tensor, batch: int) -> torch.Tensor:
+        tokens = ids.to(model.device, non_blocking=True)
+        loss = torch.zeros((), device=model.device)
+        for part in tokens.split(self.settings.micro_batch or max(1, len(tokens))):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
+                logits = model.logits(part[:, :-1])
+                mean = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            share = mean * (len(part) / batch)
+            share.backward()
+            loss += share.detach()
+        return loss
 
     def give_up_if_hopeless(self, loss: float, rate: float) -> None:
         """Raises DataError after inner.max_skipped_steps steps in a row without a finite gradient."""

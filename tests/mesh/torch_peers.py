@@ -59,10 +59,11 @@ class TorchPeer(ToyPeer):
     """`prepare` may change an engine before it is used."""
 
     timing: Timing = PATIENT
+    site: SiteConfig | None = None
     prepare: Callable[[TorchEngine], None] = field(default=lambda _engine: None)
 
     def make_engine(self) -> TorchEngine:
-        engine = TorchEngine(self.run, torch_site(self.name), report=self.events.append)
+        engine = TorchEngine(self.run, self.site or torch_site(self.name), report=self.events.append)
         snapshot = Snapshots(self.folder / self.name, 2).newest()
         if snapshot is not None and snapshot.inner is not None:
             engine.load_inner(str(snapshot.inner))
