@@ -20,7 +20,7 @@ from geomesh_p2p.lab.verify import main as verify
 from tests.injection.process import Faults, ProcessFault, kill, state, wake
 from tests.injection.proxy import ANYBODY, Network, Rule
 from tests.injection.script import LAST, MIDDLE, At, Fault
-from tests.process.sites import LIGHT, Site, Sites, complaints
+from tests.process.sites import LIGHT, Site, Sites, complaints, until
 from tests.soak.measure import keep_logs
 
 SITES = ("a", "b", "c", "d", "e")
@@ -239,6 +239,8 @@ class Driver:
     def settle(self) -> None:
         """Everything that was broken is mended: all must be together again."""
         if self.armed is not None and not self.faults.disarm(self.armed[0]):
+            row = self.armed[0]
+            until(lambda: self.faults.claim(row), "the claim of a row that is taken", 10.0)
             self.watch_claims(time.monotonic())
         self.armed = None
         deadline = time.monotonic() + PROGRESS_SECONDS
