@@ -42,22 +42,30 @@ class ModelSection(Section):
     pretrained: bool = False
     """With `path`: start from its weights (from_pretrained), not from new ones (from_config)."""
     hidden_size: PositiveInt = 128
+    """Width of the residual stream; an even multiple of heads."""
     intermediate_size: PositiveInt = 352
+    """Width of the MLP."""
     layers: PositiveInt = 4
+    """Transformer blocks."""
     heads: PositiveInt = 4
+    """Attention heads."""
     kv_heads: PositiveInt = 4
+    """Heads of keys and values; they divide heads."""
     tie_embeddings: bool = True
+    """One matrix for input and output embeddings."""
     sequence_length: PositiveInt = 128
     """Tokens per training sequence."""
     autocast: Literal["auto", "off", "bf16"] = "auto"
     """bf16 autocast; auto: on where the device has it natively. Weights stay fp32."""
     gradient_checkpointing: bool = False
+    """Keep a block's input alone and compute it again in the backward pass: less memory, slower steps."""
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are, by patterns over their names (`*embed_tokens*`): neither trained nor exchanged."""
 
 
 class DatasetSection(Section):
     source: Literal["python-stdlib", "text", "jsonl"] = "python-stdlib"
+    """The running Python's own sources, text files, or JSONL files."""
     paths: tuple[str, ...] = ()
     """Files or glob patterns for text and jsonl (.gz and .zst are read as they are)."""
     field: str = "text"
@@ -67,6 +75,7 @@ class DatasetSection(Section):
     validation_sequences: PositiveInt = 64
     """Sequences held out of training, taken from whole documents."""
     shuffle: bool = True
+    """A new order of the sequences each epoch."""
     read_seconds: PositiveFloat = 60.0
     """A data source that is silent for so long: a start ends with exit code 75, a round goes on without this peer."""
     keep_tokens: bool = True
@@ -75,18 +84,25 @@ class DatasetSection(Section):
 
 class InnerSection(Section):
     optimizer: Literal["adamw", "lion"] = "adamw"
+    """Of the inner steps; its moments stay with each peer."""
     learning_rate: PositiveFloat = 1e-3
+    """Peak of the inner learning rate, at reference_batch."""
     min_learning_rate_share: Share = 0.1
     """The cosine ends at this share of the learning rate."""
     warmup_tokens: int = Field(default=0, ge=0)
+    """Global tokens over which the learning rate rises from 0."""
     total_tokens: PositiveInt = 1_000_000
     """Global tokens at which the cosine ends."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of the optimizer's moments."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled; on matrices, not on vectors."""
     clip_norm: PositiveFloat | None = 1.0
+    """Gradients of a larger norm are scaled down to it; None: never."""
     reference_batch: PositiveInt = 8
     """Sequences a step at which the learning rate is as given; others scale with the square root, within [0.5, 2]."""
     scale_learning_rate: Literal["sqrt", "none"] = "sqrt"
+    """How the learning rate follows a batch that is not reference_batch."""
     micro_batch: PositiveInt | None = None
     """Sequences per forward pass; None: the whole batch if it fits."""
     max_skipped_steps: PositiveInt = 50
@@ -95,18 +111,24 @@ class InnerSection(Section):
 
 class OuterSection(Section):
     learning_rate: PositiveFloat = 0.7
+    """Step of the anchor along the mean delta."""
     momentum: Share = 0.9
+    """Of the outer optimizer, which is the same on all peers."""
     nesterov: bool = True
+    """Nesterov momentum rather than plain."""
 
 
 class CodecSection(Section):
     payload: Literal["sign", "fp32", "fp16", "int8"] = "sign"
     """What a contribution carries: signs and magnitudes, or plain numbers for comparison."""
     magnitude: Literal["l1", "rms"] = "l1"
+    """What a magnitude is of its tensor or row: mean of absolute values, or root of mean square."""
     granularity: Literal["tensor", "row"] = "tensor"
     """One magnitude per tensor or per row; embeddings always have one per row."""
     residual: bool = False
+    """Carry what the bits lost into the next round, per peer."""
     residual_decay: Share = 1.0
+    """Share of the residual that is carried on."""
     second_phase_bits: Literal[1, 2, 4, 8] = 1
     """Bits a parameter of a reducer's answer."""
 
@@ -117,7 +139,9 @@ class PlannerSection(Section):
     round_tokens: PositiveInt = 65_536
     """Tokens a round that the planner aims at, over all members."""
     min_steps: PositiveInt = 4
+    """Fewest inner steps of a member."""
     max_steps: PositiveInt = 500
+    """Most inner steps of a member."""
     max_steps_ratio: PositiveFloat = 4.0
     """Largest allowed ratio of inner steps between two members."""
     exchange_share: Share = 0.05
@@ -148,10 +172,13 @@ class NetSection(Section):
     most_peers: PositiveInt = 128
     """Other peers at one time; a further one is refused, and told so, until one of them is gone."""
     chunk_bytes: PositiveInt = Field(default=131_072, le=1_048_576)
+    """Size of a piece of an exchange."""
     heartbeat_seconds: PositiveFloat = 1.0
+    """How often peers tell each other where they are."""
     heartbeat_limit_seconds: PositiveFloat = 5.0
     """A peer not heard for this long is taken for lost."""
     election_seconds: PositiveFloat = 3.0
+    """How long without a leader until a peer asks to be one; spread at random around it."""
     settle_seconds: PositiveFloat = 2.0
     """The first plan waits this long after the last trainer became ready."""
     leave_seconds: PositiveFloat = 60.0
@@ -159,6 +186,7 @@ class NetSection(Section):
     reach_seconds: PositiveFloat = 60.0
     """How long to try to reach the run before giving up with exit code 3."""
     daemon_start_seconds: PositiveFloat = 60.0
+    """How long the libp2p daemon may take to start."""
     port_mapping: bool = False
     """Ask routers to map the port (UPnP, NAT-PMP)."""
     relay: bool = False
@@ -175,13 +203,16 @@ class NetSection(Section):
 
 class SaveSection(Section):
     snapshot_every_rounds: PositiveInt = 5
+    """Rounds from one snapshot to the next."""
     keep_snapshots: PositiveInt = Field(default=2, ge=2)
+    """Newest snapshots kept on disk."""
     keep_updates: PositiveInt = 50
     """Updates kept on disk behind the newest snapshot, for those who catch up."""
 
 
 class MetricsSection(Section):
     host: str = "127.0.0.1"
+    """Address that metrics are served on; 0.0.0.0 for all of this host's."""
     port: int = Field(default=0, ge=0, le=65535)
     """Prometheus port of the peer; 0: a free one, printed at start."""
 
