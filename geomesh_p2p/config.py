@@ -178,7 +178,7 @@ class NetSection(Section):
     heartbeat_limit_seconds: PositiveFloat = 5.0
     """A peer not heard for this long is taken for lost."""
     election_seconds: PositiveFloat = 3.0
-    """How long without a leader until a peer asks to be one; spread at random around it."""
+    """How long a candidate waits for votes, and over what time candidates spread; longer by itself on slow links."""
     settle_seconds: PositiveFloat = 2.0
     """The first plan waits this long after the last trainer became ready."""
     leave_seconds: PositiveFloat = 60.0
