@@ -5,7 +5,7 @@ own data. Then again with one that flips all its signs, and with one that sends 
 should send. For each: the final validation loss, the smoothed agreement of the honest and of the liar, and the first round
 in which it is flagged.
 
-    python benchmarks/poison.py [--rounds 100] [--sites 5] [--topology gather|reduce] [--seed 0]
+    python benchmarks/poison.py [--rounds 100] [--sites 5] [--topology gather|reduce] [--seed 0] [--learning-rate 5e-4]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.engine.engine import TorchEngine
 
 Lie = Literal["none", "flipped", "random"]
-LENGTH, BATCH, STEPS = 32, 4, 8
+LENGTH, BATCH, STEPS = 32, 4, 4
 
 
 @dataclass
@@ -55,14 +55,14 @@ def corpus(folder: Path, seed: int) -> Path:
     return path
 
 
-def engine(path: Path, site: str, rounds: int, sites: int) -> TorchEngine:
+def engine(path: Path, site: str, rounds: int, sites: int, rate: float) -> TorchEngine:
     run: dict[str, Any] = {
         "run": {"id": "poison", "seed": 1},
         "model": {
             "hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 2, "sequence_length": LENGTH
         },
         "dataset": {"source": "text", "paths": (str(path),), "validation_sequences": 64},
-        "inner": {"learning_rate": 2e-3, "total_tokens": rounds * sites * BATCH * STEPS * LENGTH},
+        "inner": {"learning_rate": rate, "total_tokens": rounds * sites * BATCH * STEPS * LENGTH},
     }  # fmt: skip
     where = {"site": {"name": site}, "device": {"name": "cpu", "threads": 1}}
     return TorchEngine(RunConfig.model_validate(run), SiteConfig.model_validate(where))
@@ -77,10 +77,10 @@ def sent(lie: Lie, payload: Any, head: int, chance: np.random.Generator) -> Any:
     return lied
 
 
-def play(lie: Lie, rounds: int, sites: int, topology: str, seed: int, folder: Path) -> Outcome:
+def play(lie: Lie, rounds: int, sites: int, topology: str, seed: int, rate: float, folder: Path) -> Outcome:
     path, settings, outer = corpus(folder, seed), CodecSection(), OuterSection()
     names = [f"site-{number}" for number in range(sites)]
-    engines = [engine(path, name, rounds, sites) for name in names]
+    engines = [engine(path, name, rounds, sites, rate) for name in names]
     layout, liar = engines[0].layout, names[-1]
     state = OuterState.founded(engines[0].weights().copy())
     chance, book, flagged = np.random.default_rng(seed), AgreementBook(), dict[str, int]()
@@ -134,10 +134,12 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=5)
     parser.add_argument("--topology", choices=("gather", "reduce"), default="gather")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the inner optimizer")
     chosen = parser.parse_args()
     lies: tuple[Lie, ...] = ("none", "flipped", "random")
     with tempfile.TemporaryDirectory() as folder:
-        found = {lie: vars(play(lie, chosen.rounds, chosen.sites, chosen.topology, chosen.seed, Path(folder))) for lie in lies}
+        settings = (chosen.rounds, chosen.sites, chosen.topology, chosen.seed, chosen.learning_rate, Path(folder))
+        found = {lie: vars(play(lie, *settings)) for lie in lies}
     print(json.dumps({**vars(chosen), "outcomes": found}, indent=1))
 
 

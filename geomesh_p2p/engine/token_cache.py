@@ -80,7 +80,7 @@ def kept(cache: Path, key: str, prepare: Callable[[], Prepared], patience_second
 def _load(folder: Path) -> Prepared | None:
     try:
         said = _Description(**json.loads((folder / "documents.json").read_bytes()))
-        train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in PARTS)
+        train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS)
     except (OSError, ValueError, TypeError, EOFError):
         return None
     if (train.ndim, held_out.ndim, len(train), len(held_out)) != (1, 1, said.train, said.held_out):

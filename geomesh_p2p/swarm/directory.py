@@ -24,12 +24,12 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
+from geomesh_p2p import PROTOCOL_VERSION
 from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.identity import Identity, verify
 from geomesh_p2p.swarm.shelf import Checked, IsMember, Shelf, SmallTable
-from geomesh_p2p.swarm.wire import PROTOCOL_VERSION
 
 LIFETIME_SECONDS = 30.0
 REFRESH_SECONDS = 10.0

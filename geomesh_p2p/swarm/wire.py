@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import msgpack
 
+from geomesh_p2p import PROTOCOL_VERSION
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import DIGEST_BYTES, RecordError, decoder_of, plain, unpack_plain
 from geomesh_p2p.core.messages import Message
 
-PROTOCOL_VERSION = 2
 LENGTH_BYTES = 4
 KIB, MIB = 1024, 1024 * 1024
 MAX_CHUNK_BYTES = MIB

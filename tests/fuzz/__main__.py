@@ -25,7 +25,7 @@ def main() -> int:
     figures, begun = Figures(chosen.seed), time.monotonic()
     print(f"seed {chosen.seed}, {chosen.frames} frames", flush=True)
     live = chosen.frames // 10
-    fuzz_frames(chosen.seed, chosen.frames - live, figures)
+    fuzz_frames(chosen.seed, chosen.frames - live, figures, lambda done: print(f"{done} frames", flush=True))
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(fuzz_live(Path(folder), chosen.seed, live, figures))
     seconds, memory = time.monotonic() - begun, memory_mib()

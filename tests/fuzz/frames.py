@@ -163,15 +163,15 @@ def bodies(random: Random, values: Values, run: bytes) -> Iterator[tuple[str, by
             body = wire.encode_bytes(message, random.choice((run, run, run, b"")), sequence)[LENGTH:]
         except wire.FrameError:
             continue
-        choice = random.random()
-        if choice < 0.2:
-            yield "whole", body
-        elif choice < 0.8:
-            yield "mutated", mutated(random, body, last)
-        elif choice < 0.92:
-            yield "forged", forged(random, values)
-        else:
-            yield "random", random.randbytes(random.randrange(200))
+        yield "whole", body
+        for _ in range(4):
+            choice = random.random()
+            if choice < 0.8:
+                yield "mutated", mutated(random, body, last)
+            elif choice < 0.92:
+                yield "forged", forged(random, values)
+            else:
+                yield "random", random.randbytes(random.randrange(200))
         last = body
 
 

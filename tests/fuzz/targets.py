@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -271,7 +271,9 @@ def words(peers: list[ToyPeer]) -> tuple[str, ...]:
     return (*known, "id-d", "d", "update", "held", "snapshot", "status", "gather")
 
 
-def fuzz_frames(seed: int, frames: int, figures: Figures) -> None:
+def fuzz_frames(
+    seed: int, frames: int, figures: Figures, progress: Callable[[int], None] = lambda done: None
+) -> None:
     """Reader, decoder, replica and exchange."""
     random = Random(seed)
     reader, replica = ReaderTarget(random, figures), ReplicaTarget(random, figures)
@@ -279,7 +281,9 @@ def fuzz_frames(seed: int, frames: int, figures: Figures) -> None:
     values = Values(random, ("id-a", "id-b", "id-c", "id-d", "a", "b", "c", "d", "contribution", "part"), hashes)
     made = bodies(random, values, replica.founding.run)
     exchange, waiting = ExchangeTarget(random), list[Any]()
-    for _ in range(frames):
+    for done in range(frames):
+        if done % 50_000 == 0:
+            progress(done)
         how, body = next(made)
         figures.made[how] += 1
         for message in reader.throw(framed(random, body)):
