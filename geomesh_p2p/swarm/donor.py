@@ -37,7 +37,7 @@ class DonorLimits:
     idle_share: float = 0.8
     exchange_share: float = 0.1
     """Shares of the link that clients get, the second one while this peer's own exchange is under way."""
-    unmeasured_bytes_per_second: float = 1e6
+    unmeasured_bytes_per_second: float = 12.5e6
     """What the link is taken for as long as it was not measured."""
 
 
