@@ -1,6 +1,6 @@
 """kill -9 of one peer of four after another, the leader too, at random moments of a round.
 
-    python -m tests.process.kills [--times 20] [--seed 0]
+    python -m tests.process.kills [--times 20] [--seed 0] [--light]
 
 Prints a line per kill: how long the others took to their next commit, in seconds and beyond heartbeat limit + one round,
 and how many rounds after the one in which it was first heard to be ready the victim was in a plan again (1: the very next
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from geomesh_p2p.lab.verify import main as verify
-from tests.process.sites import Site, Sites, until
+from tests.process.sites import GEOMESH, LIGHT, Site, Sites, until
 
-HEARTBEAT_LIMIT_SECONDS = 3.0
+HEARTBEAT_SECONDS, HEARTBEAT_LIMIT_SECONDS = 0.3, 3.0
 MARGIN_SECONDS = 2.0          # election and scheduling on a busy machine
 
 
@@ -90,11 +90,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--light", action="store_true", help="peers without torch")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        mesh = Sites(Path(folder), ["a", "b", "c", "d"], rounds=100_000, sequence_seconds=0.25)
+        command = LIGHT if arguments.light else GEOMESH
+        mesh = Sites(Path(folder), ["a", "b", "c", "d"], rounds=100_000, sequence_seconds=0.25, command=command)
+        mesh.environment["LIGHT_TRAIN_SECONDS"] = "1.5"
         try:
             mesh.start()
             until(lambda: all(site.round >= 8 for site in mesh), "the first rounds")
@@ -113,7 +116,11 @@ def main() -> int:
     rounds = {round for round, _ in digests}
     print(f"{len(outcomes)} kills, {sum(o.led for o in outcomes)} of leaders; {len(rounds)} rounds, {len(digests)} digests")
     seconds = [o.next_commit_seconds for o in outcomes]
-    print(f"next commit: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s; exit codes {codes}")
+    in_rounds = [o.next_commit_seconds / o.round_seconds for o in outcomes]
+    for name, pick in (("median", statistics.median), ("worst", max)):
+        beats = pick(seconds) / HEARTBEAT_SECONDS
+        print(f"next commit, {name}: {pick(seconds):.1f} s, {beats:.0f} heartbeats, {pick(in_rounds):.1f} rounds")
+    print(f"exit codes {codes}")
     return int(broken or len(digests) != len(rounds) or not all(o.good for o in outcomes) or codes != [0, 0, 0, 0])
 
 

@@ -24,6 +24,7 @@ from tests.injection import zygote
 from tests.injection.proxy import Network, free_port
 
 ROOT = Path(__file__).parents[2]
+GEOMESH = (sys.executable, "-m", "geomesh_p2p.cli")
 LIGHT = (sys.executable, "-m", "tests.injection.peer")
 
 RUN = """
@@ -214,7 +215,7 @@ class Sites:
         rounds: int,
         inner_steps: int = 3,
         sequence_seconds: float = 0.1,
-        command: Sequence[str] = (sys.executable, "-m", "geomesh_p2p.cli"),
+        command: Sequence[str] = GEOMESH,
         network: Network | None = None,
     ) -> None:
         self.folder = folder
