@@ -110,7 +110,7 @@ class Faults:
         except FileNotFoundError:
             return None
 
-    def victim(self, row: Path, until: Callable[..., Any], limit_seconds: float = 60.0) -> Site | None:
+    def victim(self, row: Path, until: Callable[..., Any], limit_seconds: float = 150.0) -> Site | None:
         """The site that reached it, waited for; None at once while injections are switched off."""
         if not injecting():
             return None

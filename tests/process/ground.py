@@ -59,7 +59,7 @@ def struck_down(ground: Ground, at: At) -> tuple[str, int]:
     and all are together again."""
     mesh, row = ground.mesh, ground.faults.arm(at, Fault("kill"))
     victim = ground.faults.victim(row, until)
-    fired(victim is not None and victim.process is not None and victim.process.wait(30) == -signal.SIGKILL, f"kill: {at}")
+    fired(victim is not None and victim.process is not None and victim.process.wait(120) == -signal.SIGKILL, f"kill: {at}")
     assert victim is not None
     victim.process = None
     claim = ground.faults.claim(row)

@@ -79,7 +79,7 @@ announce = "/ip4/127.0.0.1/tcp/{proxy}"
 """
 
 
-def until(condition: Callable[[], Any], what: str, limit_seconds: float = 150.0) -> Any:
+def until(condition: Callable[[], Any], what: str, limit_seconds: float = 240.0) -> Any:
     """The first true value of `condition`; fails, saying what was waited for, at the limit."""
     deadline = time.monotonic() + limit_seconds
     while not (value := condition()):
@@ -272,7 +272,7 @@ class Sites:
         newest = max(led, key=lambda note: (note["round"], note["term"]))
         return next((site for site in self.sites if site.peer == newest["term"][1]), None)
 
-    def advance(self, rounds: int, sites: Iterable[Site] | None = None, limit_seconds: float = 90.0) -> float:
+    def advance(self, rounds: int, sites: Iterable[Site] | None = None, limit_seconds: float = 150.0) -> float:
         """Wait until these sites (all) have committed so many rounds more than anybody has now; how long that took."""
         begun = time.monotonic()
         chosen = self.sites if sites is None else list(sites)
@@ -281,7 +281,7 @@ class Sites:
         until(lambda: all(site.round >= goal for site in chosen), f"{names} to reach round {goal}", limit_seconds)
         return time.monotonic() - begun
 
-    def together(self, limit_seconds: float = 90.0) -> None:
+    def together(self, limit_seconds: float = 240.0) -> None:
         """Wait until every site is a voter again and contributes, to updates newer than any that there is now."""
         names, since = {site.name for site in self.sites}, max(site.round for site in self.sites)
 

@@ -21,7 +21,7 @@ from tests.injection.script import LAST, At, Fault, Phase
 from tests.process.ground import LEASE_SECONDS, Ground, ground_of, struck_down
 from tests.process.sites import until
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_disk_of_a_running_peer_is_full(ground: Ground) -> None:
     fired("File too large" in victim.log() or (injecting() and until(lambda: "File too large" in victim.log(), "it to say so")),
           "a write that the kernel refuses")  # fmt: skip
     assert victim.process is not None
-    assert victim.process.wait(30) == 75
+    assert victim.process.wait(120) == 75
     said = victim.log().splitlines()[-1]
     assert said.startswith("geomesh: ")
     assert "cannot" in said

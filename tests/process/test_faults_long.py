@@ -20,7 +20,7 @@ from tests.injection.script import MIDDLE, At, Fault
 from tests.process.ground import Ground, ground_of, struck_down
 from tests.process.sites import LIGHT, Site, Sites, until
 
-pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_worker_in_a_crash_loop_closes_nothing(ground: Ground) -> None:
     for _ in range(5):
         row = ground.faults.arm(At("d", "training"), ProcessFault("crash"))
         ground.faults.victim(row, until)
-        fired(injecting() and victim.process is not None and victim.process.wait(60) == 1, "an exit by exception")
+        fired(injecting() and victim.process is not None and victim.process.wait(120) == 1, "an exit by exception")
         before = max(site.round for site in ground.others(victim))
         victim.start()
         until(lambda b=before: mesh["a"].round > b, "the others to go on")  # type: ignore[misc]
@@ -96,7 +96,7 @@ def test_a_worker_in_a_crash_loop_closes_nothing(ground: Ground) -> None:
     mesh.together()
     newcomer.process.terminate()  # type: ignore[union-attr]
     assert newcomer.process is not None
-    assert newcomer.process.wait(60) == 0
+    assert newcomer.process.wait(120) == 0
     mesh.sites.remove(newcomer)
     mesh.together()
 

@@ -13,7 +13,7 @@ from tests.process.sites import Sites, complaints, until
 ALARMS = re.compile(r"warning:|WARNING|Warning")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_logs_of_a_join_and_a_leave_hold_no_error_and_no_warning(tmp_path: Path) -> None:
     mesh = Sites(tmp_path, ["a", "b"], rounds=100_000)
     try:
