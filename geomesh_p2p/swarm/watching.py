@@ -12,6 +12,7 @@ from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.remote import Remote
 
 log = logging.getLogger("geomesh.links")
+MOST_DOUBLINGS = 5
 MOST_WAYS = 16               # addresses of one peer that are told of
 
 
@@ -28,13 +29,15 @@ class Connected(Protocol):
 class LinkWatch:
     """A connection whose other end has vanished without a word, or that a middlebox has forgotten, looks open for minutes.
     One that was silent for half of `limit_seconds` is asked, and closed if there is no answer for `limit_seconds`, so that
-    the peer is dialled again."""
+    the peer is dialled again; twice as long after each time that this did not help, so that hosts that are too busy to answer
+    are not kept busy with new connections."""
 
     def __init__(
         self, remotes: Mapping[PeerId, Remote], daemon: Callable[[], Connected | None], limit_seconds: float
     ) -> None:
         self._remotes, self._daemon, self._limit_seconds = remotes, daemon, limit_seconds
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
+        self._closed: dict[PeerId, int] = {}   # in a row, without an answer to a ping in between
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -54,14 +57,20 @@ class LinkWatch:
                 task.cancel()
 
     async def _ask(self, daemon: Connected, remote: Remote) -> None:
+        clock, closed = asyncio.get_running_loop().time, self._closed.get(remote.peer, 0)
+        patience = self._limit_seconds * 2 ** min(closed, MOST_DOUBLINGS)
         try:
-            async with asyncio.timeout(self._limit_seconds):
+            async with asyncio.timeout(patience):
                 await daemon.ping(remote.peer)
+            self._closed.pop(remote.peer, None)
         except TimeoutError:
-            log.info("%s: its connection is dead, it is closed and the peer dialled again", remote.name)
-            remote.ways.clear()
-            await daemon.disconnect(remote.peer)
-            remote.restarted()
+            # one that was heard meanwhile is slow, as a busy host is: closing would cost it more time still
+            if remote.heard_at is not None and clock() - remote.heard_at > patience + self._limit_seconds / 2:
+                log.info("%s: its connection is dead, it is closed and the peer dialled again", remote.name)
+                self._closed[remote.peer] = closed + 1
+                remote.ways.clear()
+                await daemon.disconnect(remote.peer)
+                remote.restarted()
         except Unreachable:
             pass  # it is closed, as its streams tell
         await asyncio.sleep(self._limit_seconds / 2)  # else it is there, and has nothing to say

@@ -88,6 +88,35 @@ def test_a_dead_connection_is_closed_within_two_limits_and_a_quiet_one_is_not() 
         loop.close()
 
 
+@pytest.mark.case("C046")
+def test_a_busy_host_is_not_kept_busy_with_new_connections() -> None:
+    """One whose heartbeats come late, and pings not at all, keeps its connection; one that is never heard is dialled ever less
+    often."""
+
+    async def scene() -> None:
+        daemon, loop = FakeDaemon(), asyncio.get_running_loop()
+        remotes = {name: remote(name) for name in ("late", "never")}
+        watch = asyncio.create_task(LinkWatch(remotes, lambda: daemon, LIMIT_SECONDS).run())
+        for one in remotes.values():
+            one.heard_at = loop.time()
+        for second in range(600):
+            daemon.dead.update(remotes)
+            remotes["never"]._opened_at[FrameStream()] = 0.0  # it is connected again at once
+            if second % 5 == 0:
+                remotes["late"].heard_at = loop.time()
+            await asyncio.sleep(1.0)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        assert {peer for _, peer in daemon.disconnected} == {"never"}
+        assert len(daemon.disconnected) <= 9
+
+    loop = VirtualClockLoop()
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
+
+
 @pytest.mark.case("C021")
 async def test_each_way_and_each_change_of_speed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
