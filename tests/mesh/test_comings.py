@@ -60,6 +60,34 @@ def equal_states(peers: list[CalmPeer], first: int = 1) -> int:
     return compared
 
 
+@pytest.mark.case("C026")
+@pytest.mark.fault
+def test_a_donor_that_dies_while_it_gives_costs_a_joiner_seconds(tmp_path: Path) -> None:
+    """The deadline of an answer is 15 s; that a peer is gone is known after the heartbeat limit, 5 s."""
+
+    async def main() -> None:
+        network, size = Network(latency_seconds=0.02), 500_000
+        peers = calm_mesh(tmp_path, list("abcn"), run_of(keep_updates=1), network, 0.5, size)
+        everybody, donor, joiner = [peer.peer for peer in peers], peers[2], peers[3]
+        for peer in peers[:3]:
+            network.set_link(peer.peer, joiner.peer, one_way=True, bytes_per_second=100_000.0)
+            peer.start(everybody)
+        await until(lambda: round_of(peers[0]) >= 7)
+        joiner.start(everybody)
+        begun = asyncio.get_running_loop().time()
+        assert donor.session is not None
+        given = donor.session.donor.given
+        await until(lambda: sum(given.values()) > 0)
+        await kill(donor)
+        await until(lambda: any(kind == "adopt" for kind, _ in joiner.notes))
+        alone = 8 * size / 200_000.0  # from the two that are left
+        assert asyncio.get_running_loop().time() - begun <= alone + 5.0 + 12.0
+        await until(lambda: any(item["site"] == "n" for note in peers[0].commits() for item in note["contributors"]))
+        await stop(peers)
+
+    run_virtual(main())
+
+
 @pytest.mark.case("C028")
 def test_a_joiner_has_every_shared_value_of_its_donor_before_and_after_the_first_joint_round(tmp_path: Path) -> None:
     async def main() -> None:

@@ -298,6 +298,18 @@ def test_peers_end_with_a_mesh_that_is_killed(bench: Bench) -> None:
 # ---------------------------------------------------------------- what is shown
 
 
+def test_a_site_that_resumes_shows_its_round_before_it_commits_one() -> None:
+    view = SiteView("a")
+    view.take({"event": "phase", "phase": "idle", "round": 7})
+    assert view.round == 7
+
+
+def test_a_round_whose_members_nobody_knows_is_not_said_to_be_of_none() -> None:
+    caught_up = {"digest": "ab" * 8, "contributors": ["a", "b"], "members": [], "tokens": 0}
+    assert "  2 contributed" in round_line(3, [caught_up])
+    assert "  2 of 3 contributed" in round_line(3, [caught_up, {**caught_up, "members": ["a", "b", "c"]}])
+
+
 def test_the_view_of_a_site_follows_what_it_says() -> None:
     view = SiteView("a")
     view.take({"event": "phase", "phase": "exchange", "waiting_for": "b", "round": 1})
