@@ -15,6 +15,8 @@ from geomesh_p2p.core.types import Link, PeerId
 
 RTT_WEIGHT = 0.2             # of a new sample, in the moving average
 RATE_WEIGHT = 0.3
+LEAST_WEIGHT = 0.01          # at which the least round trip follows longer ones, as routes change
+MIN_BUSY_SHARE = 0.05        # of the time that a transfer took, for its bytes alone
 MIN_SAMPLE_BYTES = 32 * 1024     # less says more about the delay than about the rate
 MIN_SAMPLE_SECONDS = 1e-4
 
@@ -26,6 +28,7 @@ class _Path:
     """What is known of the way to one peer, and the transfer that is going on."""
 
     rtt_seconds: float | None = None
+    least_rtt_seconds: float = 0.0     # without what waits in queues
     bytes_per_second: float | None = None
     plan: bytes = b""
     sent: dict[Key, int] = field(default_factory=dict)         # end of what was sent, by stream
@@ -49,6 +52,8 @@ class LinkTable:
     def round_trip(self, peer: PeerId, seconds: float) -> None:
         if seconds >= 0:
             path = self._path(peer)
+            least = path.least_rtt_seconds if path.rtt_seconds is not None else seconds
+            path.least_rtt_seconds = min(seconds, _smoothed(least, seconds, LEAST_WEIGHT))
             path.rtt_seconds = _smoothed(path.rtt_seconds, seconds, RTT_WEIGHT)
 
     def sent(self, peer: PeerId, chunk: Chunk, now: float) -> None:
@@ -79,7 +84,9 @@ class LinkTable:
     def _close(self, peer: PeerId, path: _Path) -> None:
         """The transfer is over, or was given up: then it counts up to its last acknowledgement."""
         if path.busy_since is not None and path.busy_bytes >= MIN_SAMPLE_BYTES:
-            seconds = max(path.last_news - path.busy_since - (path.rtt_seconds or 0.0), MIN_SAMPLE_SECONDS)
+            busy = path.last_news - path.busy_since
+            # The round trip may be longer than all of the transfer, if heartbeats waited behind bulk: the least one counts.
+            seconds = max(busy - path.least_rtt_seconds, busy * MIN_BUSY_SHARE, MIN_SAMPLE_SECONDS)
             rate = path.busy_bytes / seconds
             path.bytes_per_second = _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
             self._on_rate(peer, rate)

@@ -89,3 +89,19 @@ def test_smoothing_moves_part_of_the_way() -> None:
     links.round_trip("b", -1.0)
     assert links.rtt_seconds("b") == pytest.approx(0.12)
     assert links.rtt_seconds("nobody") == 0.0
+
+
+def test_heartbeats_that_waited_behind_bulk_make_no_link_fast() -> None:
+    """80 Gbit/s were once measured over 20 Mbit/s: the round trip that was taken off had grown to all of the transfer."""
+    links = LinkTable()
+    links.round_trip("b", 0.05)
+    for _ in range(20):
+        links.round_trip("b", 1.0)
+    transfer(links, 0.0, 1000 * KIB, 0.5)
+    measured = links.bytes_per_second("b")
+    assert measured is not None
+    assert 1000 * KIB / 0.5 <= measured < 2 * 1000 * KIB / 0.5
+    alone = LinkTable()
+    alone.round_trip("b", 1.0)
+    transfer(alone, 0.0, 1000 * KIB, 0.5)
+    assert alone.bytes_per_second("b") == pytest.approx(20 * 1000 * KIB / 0.5)
