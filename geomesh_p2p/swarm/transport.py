@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -317,6 +318,8 @@ class Libp2pTransport:
         while self.links.outstanding(to) and loop.time() < latest:  # noqa: ASYNC110 - acknowledgements end it, or the limit
             await asyncio.sleep(0.02)
         await daemon.disconnect(to)
+        with suppress(Unreachable):  # else whoever sends next dials
+            await daemon.connect(to, tuple(address for address in remote.addresses if relay_of(address)))
 
     def dialable(self) -> tuple[tuple[PeerId, str], ...]:
         """Peers connected directly, with an address at which they can be dialled; the seeds first."""
