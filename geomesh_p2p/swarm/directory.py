@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 import msgpack
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from geomesh_p2p import PROTOCOL_VERSION
@@ -38,6 +40,9 @@ MAX_RECORD_BYTES = 4096
 MAX_RECORDS = 512            # of members, read at one time
 STRANGERS_READ = 64
 STOP_SECONDS = 3.0
+
+# hivemind's node serves others before it has put down who it is: until then it is nobody, whom nobody adds to a table.
+DHTProtocol.node_info = dht_pb2.NodeInfo()
 
 
 @dataclass(frozen=True)
