@@ -318,7 +318,7 @@ def with_rounds(run: RunConfig, rounds: int) -> RunConfig:
 @pytest.mark.case("C077")
 @pytest.mark.case("C079")
 @pytest.mark.case("C095")
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_run_stopped_in_its_second_epoch_goes_on_as_if_unbroken(tmp_path: Path, shuffle: bool) -> None:
     """Every peer's ranges, and with them the digests, are those of the unbroken run: each finds its own place, from the log
     alone, epoch and all."""

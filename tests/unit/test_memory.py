@@ -149,6 +149,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.fault
 @pytest.mark.case("C100")
 @pytest.mark.case("C102")
