@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +88,30 @@ class Corpus:
         return self._cut(self.held_out, chosen[share::of] * self.sequence_length)
 
     def _cut(self, tokens: Tokens, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if isinstance(tokens, np.memmap):
-            return read_rows(tokens, starts, self.sequence_length + 1)
+        if tokens is self.tokens and isinstance(tokens, np.memmap):
+            return read_rows(self._descriptor, tokens, starts, self.sequence_length + 1)
         return tokens[starts[:, None] + np.arange(self.sequence_length + 1)].astype(np.int64)
 
 
-def read_rows(tokens: Tokens, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    @cached_property
+    def _descriptor(self) -> int:
+        """The tokens' file, held open: it may be deleted meanwhile."""
+        mapped: Any = self.tokens
+        descriptor = os.open(mapped.filename, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+
+def read_rows(
+    descriptor: int, tokens: Tokens, starts: npt.NDArray[np.int64], length: int
+) -> npt.NDArray[np.int64]:
     """`length` tokens of a mapped file from each of `starts`, by read and not through the mapping: while a file system
     stalls, a read lets the process's other threads run, a page fault under the interpreter's lock does not."""
     mapped: Any = tokens
     rows = np.empty((len(starts), length), tokens.dtype)
-    descriptor = os.open(mapped.filename, os.O_RDONLY)
-    try:
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            if os.preadv(descriptor, [row.data], mapped.offset + start * tokens.itemsize) != row.nbytes:
-                raise OSError(f"{mapped.filename}: cut short")
-    finally:
-        os.close(descriptor)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        if os.preadv(descriptor, [row.data], mapped.offset + start * tokens.itemsize) != row.nbytes:
+            raise OSError(f"{mapped.filename}: cut short")
     return rows.astype(np.int64)
 
 

@@ -59,6 +59,8 @@ class TorchEngine:
         self.model = models.build(run.model, self._vocabulary, run.run.seed, self.device, run.codec.granularity)
         self.corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed, cache)
         profile = Path(site.device.profile) if site.device.profile and site.emulation is None else None
+        self.corpus.batch(range(1))  # its file is held open from here on
+        self._validation = self.corpus.validation()
         self.feed = Feed(self.corpus, Patience(run.dataset.read_seconds), self._warn_of_data)
         self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
         others = devices.other_ranks(self.device, site.device.ranks)
@@ -162,7 +164,7 @@ class TorchEngine:
         return run_round(self.loop, self.feed, assignment, plan, should_close, pacer, self.report)
 
     def validate(self, share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
-        return token_losses(self.model, self.corpus.validation(share, of), should_close)
+        return token_losses(self.model, self._validation[share::of], should_close)
 
     # ------------------------------------------------------------ inner state on disk
 

@@ -176,6 +176,7 @@ def run_round(
     gradient, whatever rounds they were in.
     """
     clock = time.perf_counter
+    begun = ended = reported = clock()
     last = assignment.inner_steps - 1
     sizes = [assignment.batch if index < last else assignment.last_batch for index in range(assignment.inner_steps)]
     supply = feed.supply(assignment.ranges, sizes)
@@ -183,7 +184,6 @@ def run_round(
     losses = waited = rate = 0.0
     sequences = taken_sequences = skipped = 0
     stopped = ""
-    begun = ended = reported = clock()
     loop.model.module.train()
 
     for index, size in enumerate(sizes):

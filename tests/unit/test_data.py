@@ -2,6 +2,7 @@ import builtins
 import gzip
 import json
 import os
+import shutil
 import stat
 
 import numpy as np
@@ -334,6 +335,13 @@ def test_a_resume_at_nine_tenths_of_a_million_lines_reads_only_what_it_trains(tm
     assert sum(read) == 4 * 65, "four sequences and not a byte more"
     assert np.array_equal(batch, first.batch(range(place, place + 4)))
     assert again.manifest == first.manifest
+
+
+def test_a_cache_that_is_deleted_meanwhile_does_no_harm(tmp_path, texts):
+    corpus = corpus_of(jsonl_section(tmp_path, texts), cache=tmp_path / "cache")
+    before = corpus.batch(range(20))
+    shutil.rmtree(tmp_path / "cache")
+    assert np.array_equal(corpus.batch(range(20)), before)
 
 
 @pytest.mark.case("C082")

@@ -207,7 +207,7 @@ def test_an_emulated_device_has_its_described_curve_and_pace(make, monkeypatch):
 def test_overrun_of_the_emulation_is_reported(make):
     engine = make(site={"emulation": EMULATION | {"time_scale": 1e-9}})
     result = train(engine, 0, 8)
-    assert result.overrun_seconds == pytest.approx(result.seconds, rel=0.5)
+    assert result.overrun_seconds > 0.5 * result.seconds  # all of it but what the clock reads in between
 
 
 def test_a_time_scale_is_found_where_none_is_given(make, monkeypatch):
