@@ -15,6 +15,7 @@ from geomesh_p2p.swarm.memory import Network
 from tests.injection.proof import fired, inject
 from tests.injection.script import At, Fault, Script
 from tests.injection.virtual import TIMING, VirtualMesh, long_run, run_mesh
+from tests.mesh.recovery import one_digest, split_and_heal
 
 TOPOLOGIES = ("gather", "reduce")
 MOST_ROUNDS_AFTER_HEAL = 3
@@ -31,44 +32,8 @@ def test_a_split_of_60_seconds_and_its_heal(tmp_path: Path, names: str, side: st
     """At most one side commits: the majority, or of two halves the one with the lowest id. The other says for whom it
     waits. At most three rounds after the heal all show one digest again."""
 
-    async def main() -> None:
-        async with VirtualMesh(tmp_path, names, run=long_run(topology=topology)) as mesh:
-            mesh.start()
-            await mesh.rounds(4)
-            await asyncio.sleep(0.7)                # somewhere in a round
-            inject(lambda: split(mesh, side))
-            other = "".join(name for name in names if name not in side)
-            side_wins = 2 * len(side) > len(names) or (2 * len(side) == len(names) and "a" in side)
-            wins, loses = (side, other) if side_wins else (other, side)
-            at_split = mesh.round
-            await asyncio.sleep(15.0)
-            fired(sum(mesh.network.effect("cut", peer.peer) for peer in mesh), "the split")
-            stuck = {mesh[name].round for name in loses}
-            await asyncio.sleep(45.0)
-            assert {mesh[name].round for name in loses} == stuck, "the smaller side commits nothing"
-            assert min(mesh[name].round for name in wins) >= at_split + 10, "the larger side goes on"
-            assert all("voters not heard" in mesh[name].replica.waiting_for for name in loses), "and says for whom it waits"
-            inject(mesh.network.heal)
-            healed = mesh.round
-            await mesh.until(lambda: one_digest(mesh) and mesh.least > healed, 60.0, "one digest again")
-            rounds = mesh.round - healed
-            assert rounds <= MOST_ROUNDS_AFTER_HEAL, rounds
-            await mesh.until(lambda: set(mesh["a"].commits()[-1]["view"]) == set(mesh.ids), 60.0, "all of them voting again")
-            mesh.check()
-
-    run_mesh(main())
-
-
-def split(mesh: VirtualMesh, side: str) -> None:
-    for a in mesh:
-        for b in mesh:
-            if a.name in side and b.name not in side:
-                mesh.network.cut(a.peer, b.peer)
-
-
-def one_digest(mesh: VirtualMesh) -> bool:
-    newest = {(peer.replica.round, peer.replica.digest) for peer in mesh}
-    return len(newest) == 1
+    healed = run_mesh(split_and_heal(tmp_path, names, side, topology))
+    assert healed.rounds <= MOST_ROUNDS_AFTER_HEAL
 
 
 @pytest.mark.case("C042")
