@@ -176,9 +176,11 @@ class NetSection(Section):
     heartbeat_seconds: PositiveFloat = 1.0
     """How often peers tell each other where they are."""
     heartbeat_limit_seconds: PositiveFloat = 5.0
-    """A peer not heard for this long is taken for lost."""
+    """A peer not heard for this long is taken for lost. While others still train, it is planned without only after a quarter
+    of the round's training; bytes are waited for longer by the measured round trip."""
     election_seconds: PositiveFloat = 3.0
-    """How long a candidate waits for votes, and over what time candidates spread; longer by itself on slow links."""
+    """How long a candidate waits for votes, and over what time candidates spread; longer by itself where answers have taken
+    longer."""
     settle_seconds: PositiveFloat = 2.0
     """The first plan waits this long after the last trainer became ready."""
     leave_seconds: PositiveFloat = 60.0
