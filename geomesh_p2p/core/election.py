@@ -247,8 +247,10 @@ class Election:
 
     def _learn_pace(self, vote: Vote, sender: PeerId) -> None:
         """However it was answered, and however late: once a quorum has, this is how long answers take."""
-        s = self.s
-        made_at, answered = self._requests.get((vote.pre, vote.asked), (s.now, set()))
+        s, request = self.s, self._requests.get((vote.pre, vote.asked))
+        if request is None:
+            return
+        made_at, answered = request
         complete = s.quorum(answered)
         answered.add(sender)
         if not complete and s.quorum(answered):

@@ -135,3 +135,19 @@ def test_two_committed_digests_of_one_round_stop_the_peer() -> None:
     assert BASE.hex()[:16] in halt.reason
     assert (b"9" * 32).hex()[:16] in halt.reason
     assert peer.handle(ev.Received("b", m.Commit(T1, update(plan()))), 2.0) == []
+
+
+def test_a_candidate_waits_as_long_as_answers_take() -> None:
+    """Where every answer takes 10 s no quorum would ever answer in time; late answers tell how long to wait."""
+    peer, answers = replica("a"), list[tuple[float, m.Vote]]()
+    for quarter in range(40, 400):
+        now = quarter / 4
+        events: list[ev.Event] = [ev.Received("b", vote) for due, vote in answers if due == now]
+        for event in [*events, ev.Tick()]:
+            for to, asked in sent(peer.handle(event, now), m.VoteRequest):
+                if to == "b":
+                    answers.append((now + 10.0, m.Vote(asked.pre, asked.term, True, asked.term, "", 3, BASE, None)))
+        if peer.is_leader:
+            break
+    assert peer.is_leader
+    assert now < 60.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from geomesh_p2p.core import events as ev
@@ -247,3 +249,66 @@ def test_a_peer_without_which_nothing_can_be_committed_does_not_wait_to_leave() 
     three.handle(beat("a"), 1.0)
     three.handle(beat("c"), 1.0)
     assert not of_kind(three.handle(ev.LeaveWanted("asked to"), 1.1), ev.Halt), "the others can go on: it leaves in order"
+
+
+def test_a_plan_whose_leader_is_silent_long_past_its_deadline_is_given_up_and_its_work_kept() -> None:
+    """An isolated member: it says so in its history, stops sending, and uses the work for the leader's next attempt."""
+    member, p = replica("b"), plan()
+    member.handle(offer(p), 1.0)
+    member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 5.0)
+    noted: list[ev.Action] = []
+    now = 5.0
+    while now < 60.0 and not of_kind(noted, ev.StopExchange):
+        now = max(now + 0.5, member.next_deadline())
+        noted = member.handle(ev.Tick(), now)
+    assert now < 1.0 + 5.5 + 4 * 5.0 + 5.0, "its deadline and four heartbeat limits, about"
+    assert [note.fields["reason"] for note in of_kind(noted, ev.Note) if note.kind == "discard"] == ["exchange_failed"]
+    assert member.plan is None
+    again = member.handle(offer(p), now + 1.0)
+    assert [message.reason for _, message in sent(again, m.PlanRefused)] == [RESTARTED], "the leader opens the next attempt"
+    (train,) = of_kind(member.handle(offer(plan(attempt=2)), now + 2.0), ev.Train)
+    assert train.reuse, "nobody trains a step twice"
+
+
+def test_a_plan_whose_leader_is_heard_is_not_given_up() -> None:
+    member, p = replica("b"), plan()
+    member.handle(offer(p), 1.0)
+    for second in range(2, 90):
+        member.handle(beat("a", leader="a"), float(second))
+        assert not of_kind(member.handle(ev.Tick(), second + 0.5), ev.StopExchange)
+    assert member.plan is not None
+
+
+def test_a_silent_member_of_a_long_round_is_waited_for_while_others_train() -> None:
+    """A quarter of the round's training; but no longer than the heartbeat limit once all others are done."""
+
+    def silent_since_one(others_done: bool) -> float:
+        leader = replica("a")
+        elect(leader)
+        now = 21.0
+        for peer in "bc":
+            leader.handle(beat(peer, leader.term), now)
+        actions = leader.handle(ev.Tick(), leader.next_deadline())
+        while not of_kind(actions, ev.NeedPlan):
+            now += 0.5
+            for peer in "bc":
+                leader.handle(beat(peer, leader.term), now)
+            actions = leader.handle(ev.Tick(), now)
+        short = plan(leader.term)
+        p = replace(short, train_seconds=400.0, members=tuple(replace(a, finish_seconds=400.0) for a in short.members))
+        leader.handle(ev.Planned(p), now)
+        begun = now
+        if others_done:
+            leader.handle(ev.Trained(p.digest, contribution(p, "a"), 4.0), now)
+            leader.handle(ev.Received("b", m.Finished(p.digest, contribution(p, "b"), 4.0)), now)
+        while now < begun + 300.0:
+            now += 0.5
+            leader.handle(beat("b", leader.term, leader="a", phase="training"), now)
+            lost = [n for n in of_kind(leader.handle(ev.Tick(), now), ev.Note) if n.kind == "discard"]
+            if lost:
+                assert lost[0].fields["reason"] == "member_lost"
+                return now - begun
+        raise AssertionError("never planned without it")
+
+    assert 100.0 <= silent_since_one(False) <= 102.0
+    assert 5.0 <= silent_since_one(True) <= 8.0
