@@ -232,7 +232,7 @@ def test_shares_that_do_not_cover_the_parameters_are_refused(shares: tuple[Range
 @pytest.mark.parametrize("workers", [2, 4])
 def test_what_has_no_gradient_does_not_move_in_fifty_rounds(bits: int, workers: int) -> None:
     """bits 0: gather. Rows that no batch touched stay bit for bit; zeros within a tensor that does move swing about where
-    they are by a few magnitudes and do not drift: were zero always a plus, they would go some two hundred."""
+    they are by a few magnitudes and do not drift: were zero always a plus, they would go some three hundred."""
     length, rows, size = 16, 30, 0.01
     count = rows * length
     untouched = slice(20 * length, count)
