@@ -82,6 +82,7 @@ class DiesAfter:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.case("C058")
 def test_a_member_that_dies_after_any_chunk(topology: str, count: int) -> None:
     async def main(chunks: int) -> tuple[bool, bool]:
         limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, parallel_chunks=1)

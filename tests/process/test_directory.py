@@ -248,6 +248,7 @@ async def test_ten_thousand_records_and_forged_ones_hide_nobody(
         assert len(one.directory._seen) <= directories.MAX_RECORDS + STRANGERS_READ
 
 
+@pytest.mark.case("C118")
 def test_a_shelf_has_room_for_members_whatever_strangers_store() -> None:
     key, members = DHTID.generate(source="demo"), {f"m{n}" for n in range(40)}
     shelf, now = Shelf(key.to_bytes(), members.__contains__), get_dht_time()
@@ -266,6 +267,7 @@ def test_a_shelf_has_room_for_members_whatever_strangers_store() -> None:
     assert not shelf.store(key, b"no subkey", now + 200)
 
 
+@pytest.mark.case("C118")
 def test_a_table_has_one_node_for_each_peer_and_few_strangers() -> None:
     def peer(number: int) -> PeerID:
         return PeerID(b"\x12\x20" + number.to_bytes(32, "big"))

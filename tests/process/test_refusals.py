@@ -60,6 +60,7 @@ def contents(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.case("C018")
 def test_other_settings_are_refused_by_name(run: Run) -> None:
     code, said = run.join("b", *OTHER_RATE, "--run.folder", "other")
     assert code == 5

@@ -388,6 +388,7 @@ async def test_peer_killed_and_started_again_is_reached_on_the_same_port(opened:
 
 
 @pytest.mark.fault
+@pytest.mark.case("C059")
 async def test_a_peer_that_is_away_is_not_dialled_and_reached_once_it_is_back(opened: Opener) -> None:
     """libp2p by itself would wait a share of the time that it was away, up to minutes: it is not asked while nobody listens.
     One dial of its own, at the moment of the loss, makes it wait for five seconds at most."""

@@ -14,6 +14,7 @@ def address(peer: str, port: int = 4100) -> str:
     return f"/ip4/203.0.113.5/tcp/{port}/p2p/{peer}"
 
 
+@pytest.mark.case("C003")
 def test_what_was_met_is_there_after_a_restart_newest_first(tmp_path: Path) -> None:
     path = tmp_path / "acquaintances.json"
     known = Acquaintances(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
+
 from geomesh_p2p.swarm.addresses import LIBP2P_GREETING, answering
 
 
@@ -17,6 +19,7 @@ async def listening(says: bytes) -> tuple[asyncio.Server, str]:
     return server, f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.case("C001")
 async def test_whether_a_peer_answers() -> None:
     server, live = await listening(LIBP2P_GREETING + b"more")
     other, no_peer = await listening(b"HTTP/1.1 400 Bad Request\r\n")

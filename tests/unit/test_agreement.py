@@ -45,6 +45,7 @@ def flagged(honest: int, lie: str, alike: float, rounds: int = 6) -> dict[str, i
 
 @pytest.mark.parametrize("alike", [0.3, 1.5])
 @pytest.mark.parametrize("honest", [4, 12])
+@pytest.mark.case("C119")
 def test_liars_are_flagged_as_soon_as_anybody_is_judged_and_nobody_else(honest: int, alike: float) -> None:
     assert flagged(honest, "none", alike) == {}
     for lie in ("flipped", "random"):

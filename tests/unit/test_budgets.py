@@ -113,6 +113,7 @@ def test_streams_and_requests_are_counted_and_given_back() -> None:
         assert world.budgets.usage(peer).idle
 
 
+@pytest.mark.case("C117")
 def test_ten_thousand_strangers_are_bounded_together_and_an_honest_newcomer_finds_room() -> None:
     world, ended = World("m"), list[int]()
     world.budgets.open_stream("m", lambda: ended.append(-1))
@@ -233,6 +234,7 @@ def test_refused_strangers_are_forgotten() -> None:
     assert "the join secret was not proved" in said[0]
 
 
+@pytest.mark.case("C051")
 def test_an_open_run_has_room_for_so_many_and_the_silent_give_way() -> None:
     members, sent, _ = membership()
     for number in range(MOST_MEMBERS):
@@ -253,6 +255,7 @@ def test_a_site_name_that_is_none_is_refused(site: str) -> None:
     assert "small letters" in said[0]
 
 
+@pytest.mark.case("C017")
 def test_another_version_is_told_both_numbers_once() -> None:
     members, sent, _ = membership()
     members.greet("other", 1.0)

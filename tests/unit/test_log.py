@@ -81,6 +81,7 @@ def test_the_next_ranges_are_the_lowest_free_positions(done: list[Range], taken:
     assert handed == merged(handed)
 
 
+@pytest.mark.case("C039")
 def test_a_lost_range_is_handed_out_again_once() -> None:
     log = RoundLog.founded(FOUNDING)
     first, second = log.next_ranges(10), log.next_ranges(6, log.next_ranges(10))

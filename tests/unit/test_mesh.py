@@ -225,6 +225,7 @@ def test_the_others_go_on_when_one_dies(bench: Bench, capsys: pytest.CaptureFixt
     assert [peer["rounds"] for peer in bench.report["peers"]] == [3, 1, 3]
 
 
+@pytest.mark.case("C098")
 def test_one_that_is_killed_without_a_word_is_named_with_what_that_may_mean(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ async def test_it_is_started_again_and_used_as_before() -> None:
     assert place.given_up == []
 
 
+@pytest.mark.case("C014")
 async def test_it_is_given_up_after_several_deaths_with_its_last_words() -> None:
     place = Place()
     await place.upkeep.start()

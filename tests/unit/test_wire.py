@@ -169,6 +169,7 @@ def test_a_diverged_loss_can_be_told() -> None:
     assert pack(back) == pack(told)
 
 
+@pytest.mark.case("C017")
 def test_other_version_is_recognised_before_anything_else() -> None:
     with pytest.raises(VersionMismatch) as caught:
         wire.decode(b"\x95\x07 anything at all")
