@@ -170,7 +170,8 @@ class State:
         self.halt(
             4,
             f"round {round}: this peer committed {mine.hex()[:16] if mine else '?'}, {self.site_of(peer)} committed "
-            f"{other.hex()[:16]}; keep both folders and choose one with `geomesh rollback` or `geomesh peer --fork-from`",
+            f"{other.hex()[:16]}; keep both folders, decide which history goes on, and start the peers of the other one anew "
+            "(--run.fresh moves a folder aside)",
         )
 
 
