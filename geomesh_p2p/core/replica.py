@@ -33,6 +33,10 @@ from geomesh_p2p.core.types import NO_TERM, Held, PeerId, Plan, Term, Update
 __all__ = ["Replica", "Settings"]
 
 
+def _cannot_save(reason: str) -> str:
+    return f"cannot save: {reason}; free the disk and start this peer again"
+
+
 class Replica:
     """The protocol of one peer. `log` is the replica's own from here on: it appends to it (read it, do not write it).
 
@@ -68,7 +72,8 @@ class Replica:
         s = self.s
         s.now, s.out = now, []
         if s.halted:
-            return []
+            # The list that ended with the Halt may have been dropped, with the save that failed in it: say it again.
+            return s.halt_again(_cannot_save(event.reason)) if isinstance(event, ev.SaveFailed) else []
         if not self._started:
             self._started = True
             s.note("start", round=s.round, digest=s.log.digest, term=s.term, held=held_fields(s.held))
@@ -127,7 +132,7 @@ class Replica:
                 else:
                     member.wanted = None
             case ev.SaveFailed(reason):
-                s.halt(75, f"cannot save: {reason}; free the disk and start this peer again")
+                s.halt(75, _cannot_save(reason))
             case ev.Hashed(round, of, value):
                 self.anchors.hashed(round, of, value)
             case ev.StateChecked(round, outcome):

@@ -59,6 +59,7 @@ class State:
         self.highest = durable.term          # the highest term heard of, adopted or not
         self.last_update: Update | None = None
         self.halted = False
+        self.halt_code = 0
         self._discarded: Digest = b""
         self.catching_up = False
         self.checking = False                # the anchor may be wrong (core/anchors.py)
@@ -163,6 +164,12 @@ class State:
             self.halted = True
             self.note("stop", exit_code=exit_code, reason=reason)
             self.out.append(Halt(exit_code, reason))
+            self.halt_code = exit_code
+
+    def halt_again(self, reason: str) -> list[Action]:
+        """The Halt once more, for a driver that could not save what came before it; a reason to stop for good is kept."""
+        code = self.halt_code or 75
+        return [Note("stop", {"exit_code": code, "reason": reason}), Halt(code, reason)]
 
     def diverged(self, round: int, other: bytes, peer: PeerId) -> None:
         """Another committed digest for a round committed here: nothing may go on from here by itself."""

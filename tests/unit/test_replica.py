@@ -312,3 +312,19 @@ def test_a_silent_member_of_a_long_round_is_waited_for_while_others_train() -> N
 
     assert 100.0 <= silent_since_one(False) <= 102.0
     assert 5.0 <= silent_since_one(True) <= 8.0
+
+
+def test_a_peer_that_cannot_save_what_comes_before_its_end_ends_all_the_same() -> None:
+    """The driver drops the rest of the list with the save that failed, and the Halt in it: it once waited for ever."""
+    peer = replica("a", view="a", final_round=4)
+    need = of_kind(peer.handle(ev.Tick(), peer.next_deadline()), ev.NeedPlan)[0]
+    p = plan(need.term, members="a")
+    peer.handle(ev.Planned(p), 5.0)
+    peer.handle(ev.Trained(p.digest, contribution(p, "a"), 4.0), 9.0)
+    peer.handle(ev.LeaveWanted("asked to"), 9.0)
+    peer.handle(ev.Assembled(p.digest, update(p, view="a")), 9.0)
+    assert peer.halted
+    (halt,) = of_kind(peer.handle(ev.SaveFailed("no space left on device"), 9.0), ev.Halt)
+    assert halt.exit_code == 75
+    assert "no space left" in halt.reason
+    assert peer.handle(ev.Tick(), 10.0) == []
