@@ -1,10 +1,11 @@
-"""make soak: everything that takes hours. Four stages, each of which can be done alone and goes on where it was stopped.
+"""make soak: everything that takes hours. Five stages, each of which can be done alone and goes on where it was stopped.
 
     python -m tests.soak [--stage NAME ...] [--state FILE] [--seed N] [--rounds N] [--faulty-rounds N] [--schedules N] ...
 
     faulty      real peers, a random fault in every round: no violation, no exit but of those killed, no wait without an end
     plain       real peers, joins and leaves for thousands of rounds: no growth of memory, descriptors, threads, tables, labels
     schedules   random schedules in virtual time, three faults at least in each, read by the independent checker
+    fire        whole peers (all but sockets) under random fault scripts in virtual time
     frames      random and mutated frames of every type of message
 
 What was done is written to the state file after each part of a stage (a part has a seed of its own, which is printed), and
@@ -26,7 +27,7 @@ from typing import Any
 
 from tests.soak import faulty, plain
 
-STAGES = ("faulty", "plain", "schedules", "frames")
+STAGES = ("faulty", "plain", "schedules", "fire", "frames")
 
 
 @dataclass
@@ -106,6 +107,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3000, help="of the stage plain")
     parser.add_argument("--faulty-rounds", type=int, default=500)
     parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--scripts", type=int, default=500, help="of the stage fire")
     parser.add_argument("--frames", type=int, default=1_000_000)
     arguments = parser.parse_args()
     state = State(arguments.state, arguments.seed)
@@ -114,6 +116,9 @@ def main() -> int:
         "plain": lambda: in_parts(state, "plain", arguments.rounds, arguments.rounds, plain_part),
         "schedules": lambda: in_parts(
             state, "schedules", arguments.schedules, 1000, command_part("tests.mesh.simulator", "--faults", "3", "--schedules")
+        ),
+        "fire": lambda: in_parts(
+            state, "fire", arguments.scripts, 100, command_part("tests.mesh.fire", "--faults", "3", "--schedules")
         ),
         "frames": lambda: in_parts(state, "frames", arguments.frames, 100_000, command_part("tests.fuzz", "--frames")),
     }
