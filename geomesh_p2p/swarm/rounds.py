@@ -139,6 +139,8 @@ class RoundBook:
         self._traffic = {peer: before for peer, before in self._traffic.items() if peer in traffic}
         for peer, totals in traffic.items():
             before = self._traffic.get(peer, PeerTraffic())
+            if any(getattr(totals, name) < getattr(before, name) for name in names):
+                before = PeerTraffic()  # the peer was forgotten and met again since: its counts began anew
             site = self._membership.site_of(peer)
             for name in names:
                 result[name][site] = result[name].get(site, 0) + getattr(totals, name) - getattr(before, name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core.messages import Hello
 from geomesh_p2p.core.observations import MembersChanged, PeerLost
+from geomesh_p2p.core.ports import PeerTraffic
 from geomesh_p2p.core.types import Timing
 from geomesh_p2p.swarm.membership import PROTOCOL_VERSION, Admission, Membership, Self
+from geomesh_p2p.swarm.rounds import RoundBook
 from geomesh_p2p.telemetry.metrics import MAX_GONE, Metrics
 from tests.unit.replicas import beat, replica
 
@@ -44,3 +48,15 @@ def test_metrics_remember_a_bounded_number_of_the_lost() -> None:
         metrics(PeerLost(f"peer-{number}", f"guest-{number}", 5.0))
     assert len(metrics._gone) == MAX_GONE
     assert f"guest-{3 * MAX_GONE - 1}" in metrics._gone
+
+
+def test_traffic_with_a_peer_that_was_forgotten_and_met_again_is_never_negative() -> None:
+    me = Membership(Self("me", "here", True, b"f", {}), Admission(), lambda peer, message: None, 5.0)
+    assert me.on_hello("a", Hello(PROTOCOL_VERSION, b"", b"f", "{}", "site-a", True, b"", 0, b"", b""), 0.0)
+    totals = PeerTraffic(payload_sent=1000, payload_received=1000)
+    book = RoundBook("me", me, SimpleNamespace(traffic=lambda: {"a": totals}), lambda event: None, 0.0)  # type: ignore[arg-type]
+    assert book._traffic_since()["payload_sent"] == {"site-a": 1000}
+    totals = PeerTraffic(payload_sent=10, payload_received=2000)
+    assert book._traffic_since()["payload_sent"] == {"site-a": 10}
+    totals = PeerTraffic(payload_sent=15, payload_received=2000)
+    assert book._traffic_since()["payload_sent"] == {"site-a": 5}
