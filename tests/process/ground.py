@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.injection.process import TELL_SIZES, Faults
+from tests.injection.process import TELL_SIZES, Faults, wake
 from tests.injection.proof import fired
 from tests.injection.proxy import Network
 from tests.injection.script import At, Fault
@@ -28,6 +28,9 @@ class Ground:
 
     def in_good_order(self) -> list[str]:
         """The mesh is stopped as an operator does it; what was wrong with that, or with anything in the histories."""
+        for site in self.mesh:
+            if site.alive:
+                wake(site)  # a test that failed may have left one stopped
         self.mesh.terminate()
         wrong = [f"exit code {code}" for code in self.mesh.exit_codes() if code != 0]
         digests = self.mesh.digests()
