@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,8 +148,12 @@ def kill(site: Site) -> int:
 
 
 def pause(site: Site) -> None:
+    """SIGSTOP; returns once the kernel shows it as stopped, or gone."""
     assert site.process is not None
     os.kill(site.process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10.0
+    while not stopped(site.process.pid) and not gone(site.process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def wake(site: Site) -> None:
