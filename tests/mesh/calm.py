@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,10 @@ from geomesh_p2p.core.ports import (
     ValidateAll,
 )
 from geomesh_p2p.core.types import Founding, Timing
-from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.memory import Network, run_virtual
 from geomesh_p2p.swarm.rounds import NO_WORK
 from geomesh_p2p.train import LocalModel, adopt, fold, hash_part, inner_round, make_anew, validate_anchor
-from tests.mesh.toy import ToyEngine, ToyPeer
+from tests.mesh.toy import SIZE, ToyEngine, ToyPeer
 
 
 @dataclass
@@ -67,7 +68,6 @@ class CalmPeer(ToyPeer):
                 case MakeAnew():
                     mesh.made_anew(model.round, await asyncio.to_thread(make_anew, model, work))
 
-
     async def _inner_round(self, mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
         """Step by step, as long as nobody closes it; what was waited for is then trained, at once."""
         mine, steps = work.mine, 0
@@ -100,7 +100,13 @@ class _Idle:
 
 
 def calm_mesh(
-    folder: Path, names: list[str], run: RunConfig, network: Network, seconds_per_sequence: float, size: int, **settings: Any
+    folder: Path,
+    names: list[str],
+    run: RunConfig,
+    network: Network,
+    seconds_per_sequence: float = 0.25,
+    size: int = SIZE,
+    **settings: Any,
 ) -> list[CalmPeer]:
     """`settings` are further fields of ToyPeer."""
     founding = Founding(digest("toy"), b"nonce", 0, digest_bytes(np.zeros(size, np.float32)), f"id-{names[0]}")
@@ -113,3 +119,13 @@ async def until(condition: Callable[[], Any], limit_seconds: float = 600.0) -> N
     async with asyncio.timeout(limit_seconds):
         while not condition():  # noqa: ASYNC110 (what is waited for has no event)
             await asyncio.sleep(0.05)
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test in virtual time: how busy the machine is makes no difference to it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run

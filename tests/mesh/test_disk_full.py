@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +14,8 @@ from geomesh_p2p.engine import files
 from geomesh_p2p.engine.files import RESERVE_BYTES
 from geomesh_p2p.swarm.memory import Network
 from tests.injection.proof import fired, inject
-from tests.mesh.toy import ToyPeer, toy_mesh, toy_run
-
-
-async def until(condition: Callable[[], bool], limit_seconds: float = 60.0) -> None:
-    async with asyncio.timeout(limit_seconds):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.01)
+from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
+from tests.mesh.toy import toy_run
 
 
 class Disks:
@@ -41,20 +35,20 @@ class Disks:
         return None
 
 
-def running(folder: Path) -> list[ToyPeer]:
+def running(folder: Path) -> list[CalmPeer]:
     run = toy_run()
     run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 100_000})})
-    peers = toy_mesh(folder, ["a", "b", "c"], run, Network())
+    peers = calm_mesh(folder, ["a", "b", "c"], run, Network())
     for peer in peers:
         peer.start([p.peer for p in peers])
     return peers
 
 
-def of(peer: ToyPeer, kind: type[Any]) -> list[Any]:
+def of(peer: CalmPeer, kind: type[Any]) -> list[Any]:
     return [event for event in peer.events if isinstance(event, kind)]
 
 
-async def leave(peers: list[ToyPeer]) -> None:
+async def leave(peers: list[CalmPeer]) -> None:
     for peer in peers:
         assert peer.session is not None
         peer.session.leave("the test is over")
@@ -64,6 +58,7 @@ async def leave(peers: list[ToyPeer]) -> None:
 
 @pytest.mark.fault
 @pytest.mark.case("C090")
+@virtual
 async def test_a_snapshot_without_room_is_reported_and_cleaned_training_goes_on_and_the_next_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +84,7 @@ async def test_a_snapshot_without_room_is_reported_and_cleaned_training_goes_on_
 
 @pytest.mark.fault
 @pytest.mark.case("C090")
+@virtual
 async def test_a_promise_that_cannot_be_saved_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor room for a held record: the peer says so and ends with 75, before it reports anything; the others go on."""
     disks, peers = Disks(monkeypatch), running(tmp_path)

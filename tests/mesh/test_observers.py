@@ -9,13 +9,15 @@ import pytest
 
 from geomesh_p2p.core.observations import PlanAdopted
 from geomesh_p2p.swarm.memory import Network
-from tests.mesh.toy import toy_mesh, toy_run
+from tests.mesh.calm import calm_mesh, virtual
+from tests.mesh.toy import toy_run
 
 
 @pytest.mark.case("C037")
 @pytest.mark.parametrize("topology", ["gather", "reduce"])
+@virtual
 async def test_an_observer_has_the_state_of_the_trainers_and_counts_nowhere(tmp_path: Path, topology: str) -> None:
-    peers = toy_mesh(tmp_path, ["a", "b", "watcher"], toy_run(topology=topology), Network())
+    peers = calm_mesh(tmp_path, ["a", "b", "watcher"], toy_run(topology=topology), Network())
     a, b, watcher = peers
     watcher.trains = False
     for peer in peers:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.swarm.memory import Network
-from tests.mesh.toy import ToyPeer, toy_mesh, toy_run
+from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
+from tests.mesh.toy import toy_run
 
 
-async def until(condition: Callable[[], bool], limit_seconds: float = 60.0) -> None:
-    async with asyncio.timeout(limit_seconds):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.01)
-
-
-def anchors(peers: list[ToyPeer]) -> set[bytes]:
+def anchors(peers: list[CalmPeer]) -> set[bytes]:
     return {peer.model.state.anchor.tobytes() + peer.model.state.momentum.tobytes() for peer in peers}
 
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("topology", ["gather", "reduce"])
+@virtual
 async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str, residual: bool) -> None:
-    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], toy_run(residual, topology=topology), Network())
+    peers = calm_mesh(tmp_path, ["a", "b", "c", "d"], toy_run(residual, topology=topology), Network())
     for peer in peers:
         peer.start([p.peer for p in peers])
     await asyncio.gather(*(peer.task for peer in peers if peer.task))
@@ -39,10 +34,11 @@ async def test_four_peers_commit_the_same_rounds(tmp_path: Path, topology: str, 
     assert not given_up, [event for peer in peers for event in peer.events if type(event).__name__ == "Warned"]
 
 
+@virtual
 async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     run = toy_run()
     run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 100_000})})
-    peers = toy_mesh(tmp_path, ["a", "b", "c", "d"], run, Network())
+    peers = calm_mesh(tmp_path, ["a", "b", "c", "d"], run, Network())
     ids = [p.peer for p in peers]
     for peer in peers:
         peer.start(ids)
@@ -65,15 +61,16 @@ async def test_a_killed_peer_is_left_out_and_comes_back(tmp_path: Path) -> None:
     assert all(victim.digests()[r] == peers[0].digests()[r] for r in victim.digests())
 
 
+@virtual
 async def test_stopped_and_started_again_goes_on(tmp_path: Path) -> None:
     def with_rounds(rounds: int) -> RunConfig:
         run = toy_run()
         return run.model_copy(update={"run": run.run.model_copy(update={"rounds": rounds})})
 
-    async def play(folder: Path, *stops: int) -> list[ToyPeer]:
-        peers: list[ToyPeer] = []
+    async def play(folder: Path, *stops: int) -> list[CalmPeer]:
+        peers: list[CalmPeer] = []
         for rounds in stops:
-            peers = toy_mesh(folder, ["a", "b", "c"], with_rounds(rounds), Network())
+            peers = calm_mesh(folder, ["a", "b", "c"], with_rounds(rounds), Network())
             for peer in peers:
                 peer.start([p.peer for p in peers])
             await asyncio.gather(*(peer.task for peer in peers if peer.task))
@@ -87,12 +84,13 @@ async def test_stopped_and_started_again_goes_on(tmp_path: Path) -> None:
     assert anchors(whole) == anchors(parts)
 
 
+@virtual
 async def test_a_peer_that_starts_after_the_last_round_ends_by_itself(tmp_path: Path) -> None:
     """All of them, one alone, and one that must still catch up, from the others that have come back for nothing else."""
-    peers = toy_mesh(tmp_path, ["a", "b", "c"], toy_run(), Network())
+    peers = calm_mesh(tmp_path, ["a", "b", "c"], toy_run(), Network())
     everybody = [p.peer for p in peers]
 
-    async def play(some: list[ToyPeer]) -> list[tuple[int, str]]:
+    async def play(some: list[CalmPeer]) -> list[tuple[int, str]]:
         for peer in some:
             peer.start(everybody)
         await asyncio.wait_for(asyncio.gather(*(peer.task for peer in some if peer.task)), 60.0)
@@ -104,7 +102,7 @@ async def test_a_peer_that_starts_after_the_last_round_ends_by_itself(tmp_path: 
     assert await play(peers) == [over] * 3
     assert await play(peers) == [over] * 3
     assert await play(peers[1:2]) == [over]
-    late = toy_mesh(tmp_path, ["a", "b", "c", "late"], toy_run(), Network())
+    late = calm_mesh(tmp_path, ["a", "b", "c", "late"], toy_run(), Network())
     everybody.append(late[3].peer)
     assert await play(late) == [over] * 4
     assert len(anchors(late)) == 1
