@@ -15,8 +15,9 @@ from geomesh_p2p.core.anchors import ANCHOR_PARTS, part_of
 from geomesh_p2p.core.ports import SaveState
 from geomesh_p2p.swarm.memory import Network
 from tests.injection.proof import fired, inject
-from tests.mesh.test_session import anchors, until
-from tests.mesh.toy import SIZE, ToyPeer, toy_mesh, toy_run
+from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
+from tests.mesh.test_session import anchors
+from tests.mesh.toy import SIZE, toy_run
 
 
 def long_run(snapshot_every: int, min_peers: int = 2) -> RunConfig:
@@ -26,7 +27,7 @@ def long_run(snapshot_every: int, min_peers: int = 2) -> RunConfig:
     return run.model_copy(update={"run": section, "save": save})
 
 
-async def flip(peer: ToyPeer, shared: str, index: int, bit: int = 12) -> int:
+async def flip(peer: CalmPeer, shared: str, index: int, bit: int = 12) -> int:
     """Flip one bit of `peer`'s anchor or momentum, between two pieces of its work, and prove it by reading it back. Returns the
     round after which it was flipped."""
     done: list[tuple[bool, int]] = []
@@ -48,19 +49,19 @@ async def flip(peer: ToyPeer, shared: str, index: int, bit: int = 12) -> int:
     return done[0][1]
 
 
-def noted(peer: ToyPeer, kind: str) -> list[dict[str, Any]]:
+def noted(peer: CalmPeer, kind: str) -> list[dict[str, Any]]:
     return [fields for name, fields in peer.notes if name == kind]
 
 
-async def started(folder: Path, names: list[str], run: RunConfig, after_round: int) -> list[ToyPeer]:
-    peers = toy_mesh(folder, names, run, Network())
+async def started(folder: Path, names: list[str], run: RunConfig, after_round: int) -> list[CalmPeer]:
+    peers = calm_mesh(folder, names, run, Network())
     for peer in peers:
         peer.start([p.peer for p in peers])
     await until(lambda: all(peer.model.round >= after_round for peer in peers))
     return peers
 
 
-async def stopped(peers: list[ToyPeer]) -> None:
+async def stopped(peers: list[CalmPeer]) -> None:
     """They end one after the other's last commit, and those at one round must be equal."""
     for peer in peers:
         assert peer.session is not None
@@ -70,7 +71,7 @@ async def stopped(peers: list[ToyPeer]) -> None:
         peer.store.close()
 
 
-def equal_after(peers: list[ToyPeer], round: int) -> bool:
+def equal_after(peers: list[CalmPeer], round: int) -> bool:
     """Whether the parts that all have hashed since `round` are equal, over a whole rotation."""
     hashes = [{n["round"]: n["hash"] for n in noted(peer, "anchor") if n["round"] > round} for peer in peers]
     common = set.intersection(*(set(one) for one in hashes))
@@ -81,6 +82,7 @@ def equal_after(peers: list[ToyPeer], round: int) -> bool:
 @pytest.mark.case("C070")
 @pytest.mark.fault
 @pytest.mark.parametrize("shared", ["anchor", "momentum"])
+@virtual
 async def test_a_flipped_bit_is_found_named_and_repaired_while_the_others_go_on(tmp_path: Path, shared: str) -> None:
     peers = await started(tmp_path, ["a", "b", "c", "d"], long_run(1000), 3)
     odd = peers[2]
@@ -107,6 +109,7 @@ async def test_a_flipped_bit_is_found_named_and_repaired_while_the_others_go_on(
 
 @pytest.mark.case("C070")
 @pytest.mark.fault
+@virtual
 async def test_of_two_that_differ_each_checks_itself_and_the_wrong_one_is_repaired(tmp_path: Path) -> None:
     peers = await started(tmp_path, ["a", "b"], long_run(3), 5)
     await flip(peers[1], "anchor", 7)
@@ -120,8 +123,9 @@ async def test_of_two_that_differ_each_checks_itself_and_the_wrong_one_is_repair
 
 @pytest.mark.case("C070")
 @pytest.mark.fault
+@virtual
 async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path: Path) -> None:
-    peers = toy_mesh(tmp_path, ["a", "b", "c"], long_run(3), Network())
+    peers = calm_mesh(tmp_path, ["a", "b", "c"], long_run(3), Network())
     odd = peers[2]
     odd.run = long_run(1000)  # no snapshot of its own, and its initial weights are no longer to be had
     for peer in peers:
@@ -139,11 +143,12 @@ async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path
     await stopped(peers)
 
 
+@virtual
 async def test_equal_runs_say_equal_states(tmp_path: Path) -> None:
     """Of other peer ids too: what is compared depends on configuration, seed and site names alone."""
     said = []
     for folder in ("one", "two"):
-        peers = toy_mesh(tmp_path / folder, ["a", "b"], toy_run(), Network())
+        peers = calm_mesh(tmp_path / folder, ["a", "b"], toy_run(), Network())
         for peer in peers:
             peer.start([p.peer for p in peers])
         await asyncio.gather(*(peer.task for peer in peers if peer.task))
