@@ -38,6 +38,9 @@ class CalmPeer(ToyPeer):
     """To be used in a VirtualClockLoop. `pause_seconds` are added to each sequence; `closed` counts windows cut short,
     `trained` tells how many sequences were trained for each round, `states` the hash of (anchor, momentum) after each."""
 
+    seconds_per_sequence: float = 0.25
+    timing: Timing = field(default_factory=Timing)
+    clock: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)
     pause_seconds: float = 0.0
     trains_nothing: bool = False
     closed: int = 0
@@ -110,8 +113,7 @@ def calm_mesh(
 ) -> list[CalmPeer]:
     """`settings` are further fields of ToyPeer."""
     founding = Founding(digest("toy"), b"nonce", 0, digest_bytes(np.zeros(size, np.float32)), f"id-{names[0]}")
-    clock: Callable[[], float] = asyncio.get_running_loop().time
-    shared = {"timing": Timing(), "clock": clock, "layout": Layout((Tensor("w", size, 1),)), **settings}
+    shared = {"layout": Layout((Tensor("w", size, 1),)), **settings}
     return [CalmPeer(network, folder, name, run, founding, seconds_per_sequence, **shared) for name in names]
 
 

@@ -20,8 +20,8 @@ from geomesh_p2p.swarm.budgets import Usage
 from geomesh_p2p.swarm.membership import Admission
 from geomesh_p2p.swarm.memory import MemoryTransport, Network
 from tests.injection.proof import fired, inject
-from tests.mesh.test_session import until
-from tests.mesh.toy import SIZE, ToyEngine, ToyPeer, toy_mesh, toy_run
+from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
+from tests.mesh.toy import SIZE, ToyEngine, toy_run
 
 Lie = Callable[[Any], Any]
 
@@ -31,27 +31,27 @@ def endless(topology: str = "gather") -> Any:
     return run.model_copy(update={"run": run.run.model_copy(update={"rounds": 1_000_000})})
 
 
-def started(folder: Path, names: list[str], run: Any, network: Network | None = None) -> list[ToyPeer]:
-    peers = toy_mesh(folder, names, run, network or Network())
+def started(folder: Path, names: list[str], run: Any, network: Network | None = None) -> list[CalmPeer]:
+    peers = calm_mesh(folder, names, run, network or Network())
     for peer in peers:
         peer.start([p.peer for p in peers])
     return peers
 
 
-async def ended(peers: list[ToyPeer]) -> None:
+async def ended(peers: list[CalmPeer]) -> None:
     for peer in peers:
         await peer.kill()
 
 
-def warned(peer: ToyPeer, reason: str) -> list[str]:
+def warned(peer: CalmPeer, reason: str) -> list[str]:
     return [event.text for event in peer.events if getattr(event, "reason", "") == reason and hasattr(event, "text")]
 
 
-def blamed(peer: ToyPeer) -> list[dict[str, Any]]:
+def blamed(peer: CalmPeer) -> list[dict[str, Any]]:
     return [fields for kind, fields in peer.notes if kind == "blame"]
 
 
-def equal_digests(peers: list[ToyPeer]) -> bool:
+def equal_digests(peers: list[CalmPeer]) -> bool:
     committed = {entry for peer in peers for entry in peer.digests().items()}
     return len({round for round, _ in committed}) == len(committed)
 
@@ -103,6 +103,7 @@ LIES = [
     [(*lie, "gather") for lie in LIES] + [(*lie, "reduce") for lie in LIES[-3:]],
     ids=lambda value: getattr(value, "__name__", str(value)[:12]),
 )
+@virtual
 async def test_what_is_out_of_bounds_is_refused_and_its_sender_named_and_left_out(
     tmp_path: Path, lie: Lie, says: str, topology: str
 ) -> None:
@@ -134,6 +135,7 @@ async def test_what_is_out_of_bounds_is_refused_and_its_sender_named_and_left_ou
 
 
 @pytest.mark.fault
+@virtual
 async def test_absurd_figures_in_heartbeats_stop_nobody(tmp_path: Path) -> None:
     """The liar's profile and step times are in its heartbeats; it is named, keeps its vote, and is planned for when it is
     sane again."""
@@ -178,7 +180,7 @@ class LikeMinded(ToyEngine):
         return result
 
 
-class LikeMindedPeer(ToyPeer):
+class LikeMindedPeer(CalmPeer):
     engine: LikeMinded
 
     def make_engine(self) -> ToyEngine:
@@ -189,9 +191,10 @@ class LikeMindedPeer(ToyPeer):
 @pytest.mark.fault
 @pytest.mark.case("C119")
 @pytest.mark.parametrize(("topology", "lie"), [("gather", "flipped"), ("reduce", "flipped"), ("gather", "random")])
+@virtual
 async def test_a_member_that_agrees_with_nobody_is_flagged_by_all(tmp_path: Path, topology: str, lie: str) -> None:
     run, network = endless(topology), Network()
-    founding = toy_mesh(tmp_path, ["a"], run, network)[0].founding
+    founding = calm_mesh(tmp_path, ["a"], run, network)[0].founding
     peers: list[Any] = [LikeMindedPeer(network, tmp_path, name, run, founding) for name in ("a", "b", "c", "d", "liar")]
     for peer in peers:
         peer.start([p.peer for p in peers])
@@ -221,11 +224,13 @@ class Taps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: list[tuple[str, str, bytes]] = []
+        self.times = 1               # that each frame arrives
         deliver = MemoryTransport.deliver
 
         def tapped(transport: MemoryTransport, to: str, body: bytes, *more: Any) -> None:
             self.frames.append((transport.peer, to, bytes(body)))
-            deliver(transport, to, body, *more)
+            for _ in range(self.times):
+                deliver(transport, to, body, *more)
 
         monkeypatch.setattr(MemoryTransport, "deliver", tapped)
 
@@ -233,6 +238,7 @@ class Taps:
 @pytest.mark.fault
 @pytest.mark.case("C073")
 @pytest.mark.parametrize("topology", ["gather", "reduce"])
+@virtual
 async def test_what_was_sent_before_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str
 ) -> None:
@@ -250,6 +256,7 @@ async def test_what_was_sent_before_is_dropped_and_counted(
                 network.live[to]._receive(source, body)
                 replayed += 1
 
+    inject(lambda: setattr(taps, "times", 2))
     for _ in range(8):
         reached = max(peers[0].digests())
         inject(replay)
@@ -268,17 +275,18 @@ async def test_what_was_sent_before_is_dropped_and_counted(
 @pytest.mark.fault
 @pytest.mark.case("C117")
 @pytest.mark.parametrize("how", ["secret", "allow"])
+@virtual
 async def test_a_stranger_gets_neither_state_nor_a_vote(tmp_path: Path, how: str) -> None:
     """It knows the seeds, the run file and the protocol, but not the secret, or it is not on the list."""
     network, names = Network(), ["a", "b", "c"]
-    peers = toy_mesh(tmp_path, names, endless(), network)
+    peers = calm_mesh(tmp_path, names, endless(), network)
     allow = frozenset(peer.peer for peer in peers)
     for peer in peers:
         peer.admission = Admission(secret=b"the secret") if how == "secret" else Admission(allow=allow)
         peer.start([p.peer for p in peers])
     await until(lambda: all(len(peer.digests()) >= 2 for peer in peers))
 
-    stranger = ToyPeer(network, tmp_path, "stranger", peers[0].run, peers[0].founding)
+    stranger = CalmPeer(network, tmp_path, "stranger", peers[0].run, peers[0].founding)
     stranger.admission = Admission(secret=b"a guess") if how == "secret" else Admission()
     inject(lambda: stranger.start([p.peer for p in peers]))
     heard: list[Any] = []
@@ -320,6 +328,7 @@ async def test_a_stranger_gets_neither_state_nor_a_vote(tmp_path: Path, how: str
 
 
 @pytest.mark.parametrize("topology", ["gather", "reduce"])
+@virtual
 async def test_budgets_are_back_at_zero_after_every_round(tmp_path: Path, topology: str) -> None:
     peers = started(tmp_path, ["a", "b", "c"], toy_run(topology=topology))
     for round in range(1, 6):
