@@ -454,6 +454,7 @@ class FrontDoor:
         self.membership: Membership | None = None
         self.session: Session | None = None
         self.complaints: Complaints | None = None
+        self.reaching: Reaching | None = None
 
     def admitted(self, peer: PeerId) -> bool:
         return self.membership is not None and self.membership.admitted(peer)
@@ -465,7 +466,6 @@ class FrontDoor:
     def other_version(self, peer: PeerId, version: int) -> None:
         if self.membership is not None:
             self.membership.on_other_version(peer, version, time.monotonic())
-        self.reaching: Reaching | None = None
 
     def receive(self, sender: PeerId, message: Message) -> None:
         if self.session is not None:

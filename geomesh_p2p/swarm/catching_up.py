@@ -20,7 +20,7 @@ from geomesh_p2p.core.anchors import state_in_log
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import CatchUp
 from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, is_quorum
-from geomesh_p2p.core.ports import AdoptState, SnapshotManifest, SnapshotReceiver, SnapshotStore, Store, Work
+from geomesh_p2p.core.ports import AdoptState, SnapshotManifest, SnapshotReceiver, SnapshotStore, Store
 from geomesh_p2p.core.types import PeerId, Update
 from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm.fetching import Fetcher
@@ -43,7 +43,8 @@ class Offer:
 
 
 class CatchingUp:
-    """`committed` is told of each update once it is on disk, with the log's state then; `put` hands work to the algorithm."""
+    """`committed` is told of each update once it is on disk, with the log's state then; `adopt` of a snapshot once it is this
+    peer's own, with the work that puts the anchor there."""
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class CatchingUp:
         store: Store,
         snapshots: SnapshotStore,
         committed: Callable[[Update, list[Any], LogState], None],
-        put: Callable[[Work], None],
+        adopt: Callable[[LogState, AdoptState], None],
     ) -> None:
         self._fetcher, self._store, self._snapshots = fetcher, store, snapshots
-        self._committed, self._put = committed, put
+        self._committed, self._adopt = committed, adopt
         self._named: set[PeerId] = set()  # during one attempt to catch up
 
     async def run(self, state: LogState, wanted: CatchUp) -> tuple[LogState | None, list[Update]]:
@@ -118,8 +119,9 @@ class CatchingUp:
         for offer in sorted(good, key=lambda offer: (offer.bytes_to_fetch, -offer.round, -len(offer.owners))):
             others = [source for source in wanted.sources if source not in offer.owners and source not in self._named]
             if await self._receive(offer, [*offer.owners, *others]):
-                self._put(AdoptState(offer.round, partial(self._snapshots.read_state, offer.round)))
-                return offer.manifest.state
+                state = offer.manifest.state
+                self._adopt(state, AdoptState(offer.round, partial(self._snapshots.read_state, offer.round)))
+                return state
         return None
 
     async def _offers(self, run: Digest, sources: Sequence[PeerId]) -> list[Offer]:

@@ -85,30 +85,44 @@ class Fetcher:
 
     async def update(self, round: int, sources: Iterable[PeerId]) -> tuple[Update, bytes] | None:
         """Round `round` of the log from the first source that has it, its body verified against the update's hash."""
-        found = await self._first(sources, "update", round, b"", lambda header: unpack(Update, header))
-        return found if found and found[0].round == round and digest_bytes(found[1]) == found[0].body else None
+        return await self._first(
+            sources, "update", round, b"", lambda header: unpack(Update, header),
+            lambda update, body: update.round == round and digest_bytes(body) == update.body,
+        )  # fmt: skip
 
     async def header(self, round: int, sources: Iterable[PeerId]) -> Update | None:
         """Round `round` of the log without its body."""
-        found = await self._first(sources, "header", round, b"", lambda header: unpack(Update, header))
-        return found[0] if found and found[0].round == round else None
+        found = await self._first(
+            sources, "header", round, b"", lambda header: unpack(Update, header), lambda update, _: update.round == round
+        )
+        return found[0] if found else None
 
     async def held(self, wanted: Held, sources: Iterable[PeerId]) -> bytes | None:
         """The body of a held update, verified against its hash; a source may have it as an update by now."""
         for what, seal in (("held", wanted.update.seal), ("update", b"")):
-            found = await self._first(sources, what, wanted.update.round, seal, lambda header: header)
-            if found and digest_bytes(found[1]) == wanted.update.body:
+            found = await self._first(
+                sources, what, wanted.update.round, seal, lambda header: header,
+                lambda _, body: digest_bytes(body) == wanted.update.body,
+            )  # fmt: skip
+            if found:
                 return found[1]
         return None
 
     async def _first(
-        self, sources: Iterable[PeerId], what: str, round: int, seal: bytes, decode: Callable[[bytes], Any]
+        self,
+        sources: Iterable[PeerId],
+        what: str,
+        round: int,
+        seal: bytes,
+        decode: Callable[[bytes], Any],
+        fits: Callable[[Any, bytes], bool] = lambda header, body: True,
     ) -> tuple[Any, bytes] | None:
+        """(decoded header, body) of the first source whose answer `fits`."""
         for source in sources:
             try:
                 found = await self.body(source, what, round, seal)
-                if found is not None:
-                    return decode(found[0]), found[1]
+                if found is not None and fits(header := decode(found[0]), found[1]):
+                    return header, found[1]
             except (Unreachable, RecordError, ExceptionGroup):
                 continue
         return None

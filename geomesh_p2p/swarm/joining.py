@@ -50,6 +50,8 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
             refused_since = refused_since or now
             if refused.final or now > min(deadline, refused_since + 2 * net.heartbeat_limit_seconds):
                 raise refusal(refused)
+        elif not membership.known and all(seed in membership.refused for seed in seeds):
+            raise RefusedError(f"this peer refuses the run's peers: {membership.refused[seeds[0]]}: set here what is set there")
         elif now > deadline:
             raise UnreachableError(
                 f"no answer from the run within {net.reach_seconds:g} s (net.reach_seconds), though a seed is there: "

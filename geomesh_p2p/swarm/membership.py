@@ -144,8 +144,9 @@ class Membership:
             self._send(sender, self.hello(sender))
             self.known[sender] = Acquaintance(sender, hello.site, hello.trains, now)
         else:
-            # A Hello from somebody known: it may have restarted and not know us.
-            self.known[sender].heard_at = now
+            # A Hello from somebody known: it may have restarted, not know us, and say something else of itself.
+            known = self.known[sender]
+            known.site, known.trains, known.heard_at = hello.site, hello.trains, now
             self.greet(sender, now)
         return True
 

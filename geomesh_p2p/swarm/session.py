@@ -23,6 +23,7 @@ from geomesh_p2p.core.agreement import Agreement, AgreementBook
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState, next_voters
 from geomesh_p2p.core.ports import (
+    AdoptState,
     Clock,
     FoldUpdate,
     LocalRound,
@@ -101,12 +102,13 @@ class Session:
         view = DonorView(lambda: self.desk.sending, self._equals, self._uplink)
         self.donor = Donor(around.store, around.snapshots, view, clock=around.clock)
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
-        self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self.bench.put)
+        self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
         self._tasks: set[asyncio.Task[None]] = set()
         self._agreement: tuple[Digest, tuple[tuple[PeerId, Agreement], ...]] = (b"", ())
         self._agreement_book = AgreementBook()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
+        self._anchor_at = replica.log.state  # once the bench has done its work; ahead of the replica while this peer catches up
         self._ends = False
         self._good_ends = {0}
         self._seen_plan: Plan | None = None
@@ -133,8 +135,8 @@ class Session:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.bench.drop()
             ended_well = self.outcome is not None and self.outcome[0] in self._good_ends
-            if ended_well and self.replica.round not in self.around.snapshots.rounds():
-                self._save_snapshot(self.replica.log.state)
+            if ended_well and self._anchor_at.round not in self.around.snapshots.rounds():
+                self._save_snapshot(self._anchor_at)
             self.bench.put(None)
         if self.crash is not None:
             raise self.crash
@@ -327,11 +329,16 @@ class Session:
         self.book.committed(update, self.replica.term, leader, state.tokens)
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
+        self._anchor_at = state
         final = update.round >= self.planning.final_round
         if final or update.round % self.planning.save.snapshot_every_rounds == 0:
             self._save_snapshot(state)
         self._end_if_over(update.round)
         self._beat_now.set()
+
+    def _adopt(self, state: LogState, work: AdoptState) -> None:
+        self.bench.put(work)
+        self._anchor_at = state
 
     def _end_if_over(self, round: int) -> None:
         """With the last round here nothing is left to train: validate, stay a while for those who lack it, and end."""

@@ -248,3 +248,32 @@ def test_the_shared_state_is_equal_in_mid_window_and_at_the_boundary_while_local
         await stop(peers)
 
     run_virtual(main())
+
+
+def test_a_joiner_that_is_stopped_while_it_catches_up_comes_back_with_the_state_of_its_round(tmp_path: Path) -> None:
+    """What it fetched is folded already, though its replica knows nothing of it yet: its last snapshot must say so."""
+
+    async def main() -> None:
+        run = run_of(keep_updates=500, every=1000)
+        peers, everybody = mesh_of(tmp_path, "abcn", run)
+        latecomer = peers[3]
+        for peer in peers[:3]:
+            peer.start(everybody)
+        await until(lambda: round_of(peers[0]) >= 30)
+        latecomer.start(everybody)
+        assert latecomer.session is not None
+        replica = latecomer.session.replica
+        await until(lambda: len(latecomer.store.rounds()) >= 5)
+        assert replica.s.catching_up
+        assert replica.round == 0
+        latecomer.session.leave("asked to")
+        assert latecomer.task is not None
+        await asyncio.wait_for(latecomer.task, 100.0)
+        latecomer.store.close()
+        model = latecomer.make_session()[1]
+        assert model.round >= 5
+        assert digest_bytes(model.state.anchor, model.state.momentum) == peers[0].states[model.round]
+        latecomer.store.close()
+        await stop(peers[:3])
+
+    run_virtual(main())

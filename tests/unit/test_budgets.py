@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from geomesh_p2p import PROTOCOL_VERSION
@@ -266,3 +268,13 @@ def test_another_version_is_told_both_numbers_once() -> None:
     assert told[0].final
     assert f"version 99, this peer {PROTOCOL_VERSION}:" in told[0].reason
     assert members.refused_by["other"] == told[0]
+
+
+def test_a_member_that_comes_back_as_something_else_is_taken_for_that() -> None:
+    """Another site name, or an observer now: what it says anew counts, else its heartbeats would be refused for good."""
+    members, _, said = membership()
+    assert members.on_hello("m", hello("old"), 1.0)
+    assert members.on_hello("m", replace(hello("new"), trains=False), 2.0)
+    assert (members.site_of("m"), members.known["m"].trains) == ("new", False)
+    assert members.on_hello("other", hello("old"), 3.0), "its former name is free"
+    assert not said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -163,3 +164,17 @@ def test_an_address_may_come_from_a_file_that_is_not_yet_there(tmp_path: Path) -
     timer.start()
     assert cli.read_address(f"@{path}", 30) == "/ip4/1.2.3.4/tcp/1/p2p/QmA"
     timer.join()
+
+
+def test_messages_name_only_commands_that_there_are() -> None:
+    """A message that says what to do next is worth nothing if there is no such command."""
+    parser = cli._parser()
+    verbs = next(action.choices for action in parser._actions if action.dest == "run_verb" or action.choices)
+    said: dict[str, set[str]] = {}
+    for path in Path(cli.__file__).parent.rglob("*.py"):
+        for verb, rest in re.findall(r"`geomesh ([a-z]+)([^`]*)`", path.read_text()):
+            said.setdefault(verb, set()).update(re.findall(r"--[a-z-]+(?![a-z.])", rest))
+    assert len(said) > 3
+    assert set(said) <= set(verbs)
+    for verb, flags in said.items():
+        assert flags <= set(verbs[verb]._option_string_actions), verb

@@ -162,3 +162,22 @@ async def test_the_newest_address_of_a_peer_replaces_the_old_one(meeting: Any, t
     await until(lambda: host.learnt == {SEED: tuple(at)})
     await until(lambda: Acquaintances(tmp_path / "acquaintances.json").addresses() == tuple(at))
     await ended(task)
+
+
+async def test_a_seed_without_this_peers_join_secret_is_told_at_once(tmp_path: Path) -> None:
+    """The run is open, or has another secret, while this site names one: the seed says yes, this peer cannot."""
+    fingerprint, sent = b"f" * 32, list[Any]()
+    me = Self("me", "site-me", True, fingerprint, {})
+    membership = Membership(me, Admission(secret=b"secret"), lambda to, message: sent.append(message), 5.0)
+    open_seed = Membership(Self(SEED, "site-seed", True, fingerprint, {}), Admission(), lambda *_: None, 5.0)
+
+    async def connect_seeds(seeds: Sequence[str]) -> tuple[str, ...]:
+        return (SEED,)
+
+    transport: Any = SimpleNamespace(connect_seeds=connect_seeds)
+    joining_it = asyncio.create_task(joining.join(transport, membership, NET, b"w" * 32))
+    await until(lambda: any(isinstance(message, Hello) for message in sent))
+    assert not joining_it.done()
+    membership.on_hello(SEED, open_seed.hello("me"), asyncio.get_running_loop().time())
+    with pytest.raises(RefusedError, match=r"the join secret was not proved \(net.join_secret_file\)"):
+        await asyncio.wait_for(joining_it, 10.0)
