@@ -91,11 +91,12 @@ async def test_newer_record_replaces_the_older_and_lies_are_not_stored(place: Ca
 
     node, expires = b.directory._node, get_dht_time() + 60
     assert node is not None
-    forged = sign_record(b.transport.identity, a.directory._key, record("a"))
+    forged = sign_record(b.transport.identity, a.directory._key, replace(record("a"), expires=expires + 30))
     junk = {"junk": b"not a record", "forged": forged, "large": bytes(10_000)}
     for name, value in junk.items():
         subkey = a.transport.peer if name == "forged" else name
         assert not await node.store("geomesh/demo", value, expires + 30, subkey=subkey)
+    assert (a.directory.ignored + b.directory.ignored)["record: bad signature"], "refused for that and nothing else"
     good = sign_record(b.transport.identity, a.directory._key, record("b", round=9))
     assert not await node.store("geomesh/demo", good, expires + 3600, subkey=b.transport.peer)
     found = await a.directory.peers()
@@ -219,11 +220,12 @@ async def test_ten_thousand_records_and_forged_ones_hide_nobody(
             for target in targets:
                 await node.protocol.call_store(target, [DHTID.from_bytes(key)] * len(values), values, expires, subkeys)
             sent += len(values)
-        forged = [msgpack.packb(sign_record(i, key, replace(record("b"), expires=expires))) for i in identities[:50]]
+        lies = replace(record("b", round=9), expires=expires)
+        forged = [msgpack.packb(sign_record(i, key, replace(lies, serial=n))) for n, i in enumerate(identities[:50])]
         for target in targets:
-            for values in (forged, [old.value], [bytes(100_000)]):
+            for values, until in ((forged, expires), ([old.value], expires + 60), ([bytes(100_000)], expires + 60)):
                 peers = [b.transport.peer] * len(values)
-                await node.protocol.call_store(target, [DHTID.from_bytes(key)] * len(values), values, expires + 60, peers)
+                await node.protocol.call_store(target, [DHTID.from_bytes(key)] * len(values), values, until, peers)
             others = [DHTID.generate() for _ in range(300)]
             await node.protocol.call_store(target, others, [b"\xc0"] * 300, expires, ["x"] * 300)
         return sent
