@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ import pytest
 from geomesh_p2p.lab.verify import main as verify
 from tests.process.sites import Sites, complaints, until
 
-ALARMS = re.compile(r"warning:|WARNING|Warning")
-
 
 @pytest.mark.timeout(600)
-def test_logs_of_a_join_and_a_leave_hold_no_error_and_no_warning(tmp_path: Path) -> None:
+def test_logs_of_a_join_and_a_leave_hold_no_error(tmp_path: Path) -> None:
     mesh = Sites(tmp_path, ["a", "b"], rounds=100_000)
     try:
         mesh.start()
@@ -34,5 +31,4 @@ def test_logs_of_a_join_and_a_leave_hold_no_error_and_no_warning(tmp_path: Path)
     finally:
         mesh.stop()
     assert complaints(mesh) == []
-    assert [line for site in mesh for line in site.log().splitlines() if ALARMS.search(line)] == []
     assert verify([str(mesh.folder / "runs" / "tiny")]) == 0
