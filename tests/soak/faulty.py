@@ -244,7 +244,7 @@ class Driver:
             self.watch_claims(time.monotonic())
         self.armed = None
         deadline = time.monotonic() + PROGRESS_SECONDS
-        while (self.timers or not all(site.alive for site in self.mesh)) and time.monotonic() < deadline:
+        while (self.timers or self.exits or not all(site.alive for site in self.mesh)) and time.monotonic() < deadline:
             self.watch_processes()
             now = time.monotonic()
             due, self.timers = [t for t in self.timers if t[0] <= now], [t for t in self.timers if t[0] > now]
