@@ -265,6 +265,7 @@ def test_a_shelf_has_room_for_members_whatever_strangers_store() -> None:
     assert len(kept.expiration_heap) <= 2 * len(kept.data) + 16
     assert not shelf.store_subkey(key, "m1", b"older", now + 99), "an older record neither replaces a newer one nor ends it"
     assert kept.get("m1").value == b"member"  # type: ignore[union-attr]
+    assert kept.key_to_heap["m1"].expiration_time == now + 100
     assert not shelf.store_subkey(DHTID.generate(), "m1", b"another key", now + 200)
     assert not shelf.store(key, b"no subkey", now + 200)
 

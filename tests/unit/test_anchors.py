@@ -59,6 +59,7 @@ def test_of_two_that_differ_each_checks_itself() -> None:
     assert not of_kind(commits(replica("a"), saying({"b": "x", "c": "y"})), ev.CheckState)
 
 
+@pytest.mark.case("C070")
 def test_who_does_not_contribute_is_compared_by_its_own_hash_whichever_comes_first() -> None:
     for first in (True, False):
         me = replica("c")
@@ -79,6 +80,7 @@ def test_equal_or_unsaid_hashes_are_no_mismatch() -> None:
         assert not of_kind(actions, ev.CheckState)
 
 
+@pytest.mark.case("C070")
 def test_it_trains_nothing_until_it_is_checked() -> None:
     me = replica("c")
     made = saying({"a": "x", "b": "x", "c": "y"})

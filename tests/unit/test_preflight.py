@@ -276,6 +276,7 @@ def test_a_clock_that_is_off_is_told_with_offset_and_peer_and_once() -> None:
     watch.news("QmA", "oregon", Offset(10.3, 0.02))
     watch.keep(set())
     assert watch.news("QmA", "oregon", Offset(10.3, 0.02)) != ""
+    assert "2.2 s" in watch.news("QmB", "tokyo", Offset(2.2, 0.1)), "just above what is tolerated"
 
 
 # ---------------------------------------------------------------- Python and packages

@@ -231,11 +231,15 @@ def test_the_final_round_is_the_last_one_planned() -> None:
     assert not of_kind(lone.handle(ev.Tick(), 60.0), ev.NeedPlan)
 
 
+@pytest.mark.case("C030")
 def test_a_peer_that_comes_back_is_ready_only_once_it_has_what_the_others_have() -> None:
     back = replica("b")
     assert not back.heartbeat_fields()["ready"], "it has heard nobody yet"
     back.handle(beat("a", round=5, digest=b"5" * 32), 1.0)
     assert not back.heartbeat_fields()["ready"], "the run is two rounds ahead"
+    back.handle(ev.FetchFailed("catch_up", "a"), 1.1)
+    assert not back.s.catching_up
+    assert not back.heartbeat_fields()["ready"], "it still is, though nobody could help yet"
     level = replica("b")
     level.handle(beat("a"), 1.0)
     assert level.heartbeat_fields()["ready"]
