@@ -140,11 +140,15 @@ class Rebuilder:
                 self._correct(round, state)
 
     def _correct(self, round: int, state: OuterState) -> None:
-        """Replace a snapshot that holds something else."""
+        """Replace a snapshot that holds something else; without room for a new one it goes, and nobody resumes from it."""
         with suppress(DataError, LookupError):
             log_state = self._snapshots.manifest(round).state
-            if self._snapshots.manifest(round).content != described(log_state, state.anchor, state.momentum).content:
+            if self._snapshots.manifest(round).content == described(log_state, state.anchor, state.momentum).content:
+                return
+            try:
                 self._snapshots.write(log_state, state.anchor, state.momentum)
+            except OSError:
+                self._snapshots.drop(round)
 
 
 def retire_identity_without_state(store: DiskStore, folder: Path) -> str:

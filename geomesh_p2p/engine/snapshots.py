@@ -181,6 +181,10 @@ class Snapshots:
                 self._read_at.pop(round, None)
                 self._discard(self.path(round))
 
+    def drop(self, round: int) -> None:
+        """Deletes the snapshot of `round`, if there is one. Raises OSError."""
+        self._discard(self.path(round))
+
     def _discard(self, path: Path) -> None:
         """Deletes a snapshot; one that is half deleted no longer bears its name."""
         if path.exists():

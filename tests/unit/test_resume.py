@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from geomesh_p2p.core.log import LogState, RoundLog
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import Contribution, Range, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.files import DiskFullError
 from geomesh_p2p.engine.resume import Rebuilder, resume, retire_identity_without_state
 from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
+from tests.injection.proof import fired, inject
 
 SETTINGS = (Layout((Tensor("w", 8, 1),)), CodecSection(), OuterSection())
 
@@ -133,6 +136,26 @@ def test_a_state_is_made_anew_from_the_newest_snapshot_that_the_log_agrees_with(
     assert np.array_equal(made[1], sound.momentum)
     assert all(rebuilder(store, snapshots).vouched(round) for round in (2, 4)), "those that held something else are replaced"
     assert np.array_equal(snapshots.read_state(6)[0], sound.anchor)
+
+
+@pytest.mark.case("C070")
+@pytest.mark.case("C090")
+@pytest.mark.fault
+def test_a_wrong_snapshot_that_cannot_be_replaced_on_a_full_disk_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on with the state made anew, and no later start begins from the wrong one."""
+    store, snapshots, sound = run_on_disk(tmp_path, wrong_from=4)
+    asked = list[Path]()
+
+    def full(folder: Path, size_bytes: int) -> None:
+        asked.append(folder)
+        raise DiskFullError(errno.ENOSPC, "full")
+
+    inject(lambda: monkeypatch.setattr("geomesh_p2p.engine.snapshots.require_space", full))
+    made = rebuilder(store, snapshots)(6)
+    fired(asked, "there was no room")
+    assert made is not None
+    assert np.array_equal(made[0], sound.anchor)
+    assert snapshots.rounds() == [2]
 
 
 def test_a_snapshot_that_no_update_speaks_of_is_not_trusted(tmp_path: Path) -> None:
