@@ -304,7 +304,7 @@ HISTORY_KINDS = {
     "in site order), committed_by (leader | message | catch_up); topology, shares, body: what else the digest covers",
     "discard": "an attempt was given up: round, term, attempt, plan, reason (from DISCARD_REASONS)",
     "join": "a peer became known and ready: peer_id, peer_site",
-    "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds",
+    "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds, left (as it had said)",
     "blame": "a member sent what is refused by rule: peer_id, peer_site, round, reason",
     "leave": "this peer leaves: reason",
     "stop": "this peer ended: exit_code, reason",

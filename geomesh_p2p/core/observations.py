@@ -152,9 +152,12 @@ class PeerJoined:
 
 @dataclass(frozen=True)
 class PeerLost:
+    """`left`: as it had said that it would, and after a round without it."""
+
     peer: PeerId
     site: str
     silent_seconds: float
+    left: bool = False
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ class Replica:
         for peer, seen in s.peers.items():
             if not seen.silent and not s.alive(peer):
                 seen.silent, seen.ready_since = True, None
-                s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at)
+                left = seen.leaving and peer not in s.view
+                s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at, left=left)
         for peer in [p for p, seen in s.peers.items() if s.now - seen.at > s.timing.forget_seconds and p not in s.view]:
             del s.peers[peer]
         self._won(self.election.tick())

@@ -40,6 +40,15 @@ class _Waiting:
     ready: bool = False
 
 
+@dataclass(frozen=True)
+class ToldSpeed:
+    """What the log said last of the speed of a link."""
+
+    way: str
+    bytes_per_second: float
+    at: float
+
+
 class Remote:
     def __init__(self, peer: PeerId, open_stream: Opener, bulk_streams: int, shape: Shape) -> None:
         self.peer = peer
@@ -53,7 +62,7 @@ class Remote:
         self.heard_at: float | None = None
         self.ways: set[str] = set()        # its addresses that connections went over
         self.way = ""                      # the newest
-        self.told_rate = 0.0
+        self.told: ToldSpeed | None = None
         self._retrying = Retrying()
         self._news = asyncio.Event()
         self._opened_at: dict[FrameStream, float] = {}

@@ -300,7 +300,7 @@ class Session:
             case "mismatch":
                 self.around.observe(obs.Warned("digest_mismatch", self._mismatch_in_words(fields)))
             case "lost":
-                self.around.observe(obs.PeerLost(fields["peer_id"], fields["peer_site"], fields["seconds"]))
+                self.around.observe(obs.PeerLost(*(fields[name] for name in ("peer_id", "peer_site", "seconds", "left"))))
 
     def _mismatch_in_words(self, fields: dict[str, Any]) -> str:
         sites = ", ".join(sorted(self.around.membership.site_of(peer) for peer in fields["odd"]))

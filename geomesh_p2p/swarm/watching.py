@@ -9,11 +9,12 @@ from typing import Protocol
 
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.swarm.remote import Remote
+from geomesh_p2p.swarm.remote import Remote, ToldSpeed
 
 log = logging.getLogger("geomesh.links")
 MOST_DOUBLINGS = 5
 MOST_WAYS = 16               # addresses of one peer that are told of
+TOLD_SECONDS = 60.0          # of one peer and one way, a speed at most so often
 
 
 class Connected(Protocol):
@@ -88,9 +89,13 @@ class LinkWatch:
             remote.way = ways[0] if ways else remote.way
 
     def measured(self, remote: Remote, bytes_per_second: float) -> None:
-        """One line for the first transfer, and for each that is twice as fast or half as fast as the last one told of."""
-        if remote.told_rate and 0.5 < bytes_per_second / remote.told_rate < 2.0:
-            return
-        remote.told_rate = bytes_per_second
+        """One line for the first transfer over each way, and, once in TOLD_SECONDS, for one that is twice as fast or half as
+        fast as the last one told of."""
+        now, told = asyncio.get_running_loop().time(), remote.told
+        if told is not None and told.way == remote.way:
+            steady = 0.5 < bytes_per_second / told.bytes_per_second < 2.0
+            if steady or now - told.at < TOLD_SECONDS:
+                return
+        remote.told = ToldSpeed(remote.way, bytes_per_second, now)
         rate = bytes_per_second * 8e-6
         log.info("%s: %.2f Mbit/s measured, over %s", remote.name, rate, remote.way or "a connection just made")

@@ -180,7 +180,8 @@ class ConsoleReporter:
         self.status.take(event)
         text = describe(event)
         if text:
-            self._say(text, logging.WARNING if isinstance(event, seen.Warned | seen.PeerLost) else logging.INFO)
+            lost = isinstance(event, seen.PeerLost) and not event.left
+            self._say(text, logging.WARNING if lost or isinstance(event, seen.Warned) else logging.INFO)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         self._last_line = self._clock()
@@ -207,6 +208,8 @@ def describe(event: Any) -> str:
             return f"perplexity of round {event.round}: {event.perplexity:.3f}" if event.final else ""
         case seen.PeerJoined():
             return f"{event.site} joined"
+        case seen.PeerLost(left=True):
+            return f"{event.site} has left"
         case seen.PeerLost():
             return f"{event.site} is lost: not heard for {event.silent_seconds:.1f} s"
         case seen.LeaderChanged():

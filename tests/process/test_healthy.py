@@ -26,6 +26,7 @@ def test_logs_of_a_join_and_a_leave_hold_no_error(tmp_path: Path) -> None:
         others = [site for site in mesh if site is not leaver]
         mesh.advance(2, others)
         assert all(leaver.peer not in site.history("commit")[-1]["view"] for site in others)
+        until(lambda: all("b has left" in site.log() for site in others), "the others to say that b has left")
         mesh.terminate()
         assert mesh.exit_codes() == [0, 0, 0]
     finally:

@@ -71,3 +71,12 @@ def test_the_last_line_names_the_exit_code_that_the_process_will_have() -> None:
     actions = alone.handle(ev.LeaveWanted("signal SIGINT", 130), 1.0)
     assert of_kind(actions, ev.Halt)[0].exit_code == 130
     assert [note.fields["exit_code"] for note in of_kind(actions, ev.Note) if note.kind == "stop"] == [130]
+
+
+@pytest.mark.parametrize(("leaving", "view", "left"), [(True, "ab", True), (True, "abd", False), (False, "ab", False)])
+def test_who_has_left_as_it_said_is_not_told_as_lost(leaving: bool, view: str, left: bool) -> None:
+    """Lost all the same while it has a vote, or if it said nothing."""
+    me = replica("a", view=view)
+    me.handle(beat("d", leaving=leaving), 1.0)
+    notes = of_kind(me.handle(ev.Tick(), 60.0), ev.Note)
+    assert [(n.fields["peer_id"], n.fields["left"]) for n in notes if n.kind == "lost"] == [("d", left)]

@@ -489,9 +489,11 @@ def test_events_that_matter_are_told(caplog: pytest.LogCaptureFixture) -> None:
     console(ROUND)
     console(seen.PeerLost("QmB", "south", 5.2))
     console(seen.LinkMeasured("south", 0.1, 5e6))
+    console(seen.PeerLost("QmB", "south", 5.2, left=True))
+    assert caplog.messages[1:] == ["south is lost: not heard for 5.2 s", "south has left"]
     assert "round 5 committed by 2 of 2" in caplog.messages[0]
     assert "abababababab" in caplog.messages[0]
-    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING, logging.INFO]
 
 
 @pytest.fixture

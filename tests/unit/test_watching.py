@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from geomesh_p2p.core.ports import Unreachable
-from geomesh_p2p.swarm.memory import VirtualClockLoop
+from geomesh_p2p.swarm.memory import VirtualClockLoop, run_virtual
 from geomesh_p2p.swarm.remote import Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
@@ -131,9 +131,24 @@ async def test_each_way_and_each_change_of_speed_is_told_once(caplog: pytest.Log
             watch.measured(b, rate)
     watch.say_which_ways({"12D3b": ("/ip4/192.168.0.2/tcp/50123",)})
     watch.measured(b, 12_500_000.0)
+    watch.measured(b, 125_000.0)
     assert [record.getMessage() for record in caplog.records] == [
         "b: connected, dialled at /ip4/10.0.0.2/tcp/4100",
         "b: 1.00 Mbit/s measured, over /ip4/10.0.0.2/tcp/4100",
         "b: connected, comes from /ip4/192.168.0.2/tcp/50123",
         "b: 100.00 Mbit/s measured, over /ip4/192.168.0.2/tcp/50123",
     ]
+
+
+def test_a_speed_that_jumps_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scene() -> None:
+        b = remote("12D3b")
+        watch = LinkWatch({"12D3b": b}, lambda: None, LIMIT_SECONDS)
+        for second in range(150):
+            watch.measured(b, 125_000.0 if second % 2 else 125_000_000.0)
+            await asyncio.sleep(1.0)
+
+    run_virtual(scene())
+    assert len(caplog.records) == 3
