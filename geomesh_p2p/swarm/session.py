@@ -51,6 +51,7 @@ from geomesh_p2p.swarm.work import Bench, Job, Listeners
 
 EXCHANGE_MESSAGES = (msg.Chunk, msg.ChunkAck, msg.PartHeader, msg.ChunkWanted, msg.ChunkMissing)
 LINGER_SECONDS = 20.0
+TICK_SECONDS = 1.0
 SHOW_SECONDS = 1.0
 
 
@@ -195,18 +196,21 @@ class Session:
             self._show_phase()
 
     async def _tick(self) -> None:
+        """At the replica's next deadline, and at least each TICK_SECONDS: who has fallen silent is seen however busy it is."""
+        latest = self.around.clock()
         while True:
             self._woken.clear()
-            wait = self.replica.next_deadline() - self.around.clock()
+            wait = min(self.replica.next_deadline(), latest + TICK_SECONDS) - self.around.clock()
             if wait > 0:
                 try:
-                    async with asyncio.timeout(min(wait, 1.0)):  # wait_for would lose a cancellation that meets the event
+                    async with asyncio.timeout(wait):  # wait_for would lose a cancellation that meets the event
                         await self._woken.wait()
                     continue
                 except TimeoutError:
                     pass
             if self._events.empty():
                 self._put(ev.Tick())
+                latest = self.around.clock()
             await asyncio.sleep(0.01)
 
     async def _beat(self) -> None:

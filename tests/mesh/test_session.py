@@ -107,3 +107,23 @@ async def test_a_peer_that_starts_after_the_last_round_ends_by_itself(tmp_path: 
     assert await play(late) == [over] * 4
     assert len(anchors(late)) == 1
     assert late[3].digests()[5] == peers[0].digests()[5]
+
+
+@virtual
+async def test_who_has_left_is_told_once_however_quick_the_rounds_are(tmp_path: Path) -> None:
+    """Rounds that are shorter than every deadline leave no moment without an event."""
+    run = toy_run()
+    run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 100_000})})
+    peers = calm_mesh(tmp_path, ["a", "b", "c"], run, Network(latency_seconds=0.01), 0.02)
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    await until(lambda: all(len(peer.digests()) >= 3 for peer in peers))
+    leaver, others = peers[2], peers[:2]
+    assert leaver.session is not None
+    leaver.session.leave("asked to")
+    await until(lambda: leaver.session.outcome is not None)
+    await until(lambda: all(any(kind == "lost" for kind, _ in peer.notes) for peer in others), 30.0)
+    for peer in others:
+        assert [(n["peer_site"], n["left"]) for kind, n in peer.notes if kind == "lost"] == [("c", True)]
+    for peer in peers:
+        await peer.kill()
