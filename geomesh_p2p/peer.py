@@ -54,6 +54,7 @@ from geomesh_p2p.train import LocalModel, train
 
 log = logging.getLogger("geomesh")
 CALIBRATION_SECONDS = 3.0
+MOST_BUGS_TOLD = 32
 EARLY_BYTES = 2**22   # of an exchange that has not begun here, beside four contributions
 
 T = TypeVar("T")
@@ -120,11 +121,19 @@ class Peer:
         self.joined = False
         self.abandoned = False
         self._reaching: asyncio.Future[None] | None = None
+        self._bugs_told: set[tuple[str, str, str]] = set()
         self._main: asyncio.Task[Any] | None = None
 
     def observe(self, event: Any) -> None:
+        """Nothing that goes wrong in telling what happens ends a peer; each such bug is told once."""
         for observer in self.observers:
-            observer(event)
+            try:
+                observer(event)
+            except Exception as error:
+                bug = (type(observer).__name__, type(event).__name__, repr(error))
+                if bug not in self._bugs_told and len(self._bugs_told) < MOST_BUGS_TOLD:
+                    self._bugs_told.add(bug)
+                    log.exception("%s cannot take %s: the peer goes on, please report this", *bug[:2])
 
     def _warn(self, reason: str, text: str) -> None:
         self.observe(obs.Warned(reason, text))

@@ -50,7 +50,7 @@ class Allowance:
 
 
 STRANGER = Allowance(
-    streams=8, requests=1, held_bytes=256 * KIB, frames=24, frames_per_second=2, bytes=512 * KIB, bytes_per_second=16 * KIB
+    streams=8, requests=4, held_bytes=256 * KIB, frames=24, frames_per_second=2, bytes=512 * KIB, bytes_per_second=16 * KIB
 )
 ALL_STRANGERS = Allowance(
     streams=128, requests=16, held_bytes=8 * MIB, frames=512, frames_per_second=64, bytes=8 * MIB,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.messages import Fetch, Fetched
-from geomesh_p2p.peer import FrontDoor
+from geomesh_p2p.core.observations import Warned
+from geomesh_p2p.peer import FrontDoor, Peer, PeerOptions
 from tests.injection.proof import fired, inject
 
 QUESTION = Fetch("dial back", 0, b"", 0, 0)
@@ -34,3 +37,19 @@ async def test_a_stranger_of_another_version_does_not_end_the_answers_to_those_w
     inject(lambda: door.other_version("stranger", 99))
     fired(strangers, "a stranger of another version spoke")
     assert await door.answer("member", QUESTION) == dialled
+
+
+def test_an_observer_that_fails_ends_no_peer_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunConfig.model_validate({"run": {"id": "toy"}})
+    peer = Peer(run, SiteConfig.model_validate({"site": {"name": "a"}}), PeerOptions(), tmp_path)
+    heard: list[Any] = []
+
+    def fails(event: Any) -> None:
+        raise ValueError("counters can only be incremented by non-negative amounts")
+
+    peer.observers += [fails, heard.append]
+    for _ in range(3):
+        peer.observe(Warned("refused", "no"))
+    assert len(heard) == 3
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["function cannot take Warned: the peer goes on, please report this"]
