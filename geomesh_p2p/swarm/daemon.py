@@ -201,14 +201,12 @@ class Daemon:
         """Send one message behind its length over a new stream of `protocol`, and return the one that answers it. Raises
         Unreachable. The caller sets the deadline."""
         try:
-            ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
+            request = _stream_request(peer, protocol)
             reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
         except (OSError, ValueError) as error:
             raise Unreachable(str(error)) from None
         try:
-            request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
-            writer.write(delimited(request.SerializeToString()))
-            opened = p2pd_pb2.Response.FromString(await reader.readexactly(await _read_varint(reader)))
+            opened = await _answer(reader, writer, request)
             if opened.type == p2pd_pb2.Response.ERROR:
                 raise Unreachable(opened.error.msg or "stream refused")
             writer.write(delimited(packed))
@@ -246,16 +244,13 @@ class Daemon:
         """One question on a connection of its own, which is closed whatever happens."""
         reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
         try:
-            writer.write(delimited(request.SerializeToString()))
-            size = await _read_varint(reader)
-            return p2pd_pb2.Response.FromString(await reader.readexactly(size))
+            return await _answer(reader, writer, request)
         finally:
             writer.close()
 
     async def open(self, peer: PeerId, protocol: str, stream: FrameStream) -> None:
         """Connect `stream` to the handler of `protocol` at `peer`. Raises Unreachable with libp2p's reason."""
-        ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+        request = _stream_request(peer, protocol)
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def heard(packed: bytes) -> None:
@@ -403,6 +398,18 @@ def _varint(value: int) -> bytes:
         value >>= 7
     head.append(value)
     return bytes(head)
+
+
+def _stream_request(peer: PeerId, protocol: str) -> Any:
+    """Asks the daemon for a stream to `peer`. Raises ValueError: no peer id."""
+    ask = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
+    return p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any) -> Any:
+    """The daemon's answer to `request`, asked over a connection with it."""
+    writer.write(delimited(request.SerializeToString()))
+    return p2pd_pb2.Response.FromString(await reader.readexactly(await _read_varint(reader)))
 
 
 async def _read_varint(reader: asyncio.StreamReader) -> int:
