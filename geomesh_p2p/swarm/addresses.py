@@ -14,6 +14,7 @@ import psutil
 from geomesh_p2p.addresses import Address, address_problems, parse_address
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
+from geomesh_p2p.swarm.connections import connected
 
 __all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "port_owner", "remembering_port"]
 
@@ -55,13 +56,10 @@ async def _answers(text: str, limit_seconds: float) -> str:
     taken = ""
     try:
         async with asyncio.timeout(limit_seconds):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            taken = ", though connections are taken"
-            try:
+            async with connected(asyncio.open_connection(address.host, address.port)) as (reader, _):
+                taken = ", though connections are taken"
                 if await reader.readexactly(len(LIBP2P_GREETING)) != LIBP2P_GREETING:
                     return "what answers there is no peer"
-            finally:
-                writer.close()
     except TimeoutError:
         return f"no answer within {limit_seconds:g} s{taken}"
     except ConnectionRefusedError:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.swarm.connections import Connection, connected
 from geomesh_p2p.swarm.sockets import SocketFolder
 from geomesh_p2p.swarm.streams import FrameStream
 
@@ -202,22 +203,17 @@ class Daemon:
         Unreachable. The caller sets the deadline."""
         try:
             request = _stream_request(peer, protocol)
-            reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
-        except (OSError, ValueError) as error:
-            raise Unreachable(str(error)) from None
-        try:
-            opened = await _answer(reader, writer, request)
-            if opened.type == p2pd_pb2.Response.ERROR:
-                raise Unreachable(opened.error.msg or "stream refused")
-            writer.write(delimited(packed))
-            size = await _read_varint(reader)
-            if size > MOST_ANSWER_BYTES:
-                raise Unreachable(f"{peer} answers {protocol} with {size} bytes")
-            return await reader.readexactly(size)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise Unreachable(f"{peer} closed the stream: {error}") from None
-        finally:
-            writer.close()
+            async with self._connection() as (reader, writer):
+                opened = await _answer(reader, writer, request)
+                if opened.type == p2pd_pb2.Response.ERROR:
+                    raise Unreachable(opened.error.msg or "stream refused")
+                writer.write(delimited(packed))
+                size = await _read_varint(reader)
+                if size > MOST_ANSWER_BYTES:
+                    raise Unreachable(f"{peer} answers {protocol} with {size} bytes")
+                return await reader.readexactly(size)
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            raise Unreachable(f"{peer} did not answer {protocol}: {error}") from None
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection with `peer`."""
@@ -242,11 +238,12 @@ class Daemon:
 
     async def _ask(self, request: Any) -> Any:
         """One question on a connection of its own, which is closed whatever happens."""
-        reader, writer = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"])
-        try:
+        async with self._connection() as (reader, writer):
             return await _answer(reader, writer, request)
-        finally:
-            writer.close()
+
+    def _connection(self) -> AbstractAsyncContextManager[Connection]:
+        """With the daemon itself."""
+        return connected(asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"]))
 
     async def open(self, peer: PeerId, protocol: str, stream: FrameStream) -> None:
         """Connect `stream` to the handler of `protocol` at `peer`. Raises Unreachable with libp2p's reason."""

@@ -200,9 +200,12 @@ class Site:
 COMPLAINTS = re.compile(r"\b(ERROR|CRITICAL)\b|error:|Traceback|never retrieved|never awaited|Task was destroyed|exception was")
 
 
+ENTRY = re.compile(r"^(?=\d\d:\d\d:\d\d |geomesh: )", re.MULTILINE)
+
+
 def complaints(mesh: Sites) -> list[str]:
-    """Lines of the peers' logs that speak of a bug."""
-    return [f"{site.name}: {line}" for site in mesh for line in site.log().splitlines() if COMPLAINTS.search(line)]
+    """Entries of the peers' logs that speak of a bug, with their tracebacks."""
+    return [f"{site.name}: {entry}" for site in mesh for entry in ENTRY.split(site.log()) if COMPLAINTS.search(entry)]
 
 
 class Sites:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import struct
 
 import pytest
 
@@ -49,6 +51,25 @@ async def test_a_port_that_never_speaks_has_an_end() -> None:
     address = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}"
     assert "no answer within 0.2 s" in await answering((address,), 0.2)
     silent.close()
+
+
+async def test_a_connection_that_is_reset_leaves_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio keeps the error of the connection for whoever waits for its end. It takes it itself when the protocol is
+    collected, but that may come too late: the error is part of a cycle, which is taken apart in any order."""
+    monkeypatch.delattr(asyncio.StreamReaderProtocol, "__del__")
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+
+    def reset(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asyncio.get_running_loop().call_later(0.02, writer.transport.abort)
+
+    server = await asyncio.start_server(reset, "127.0.0.1", 0)
+    address = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+    assert "reset" in await answering((address,))
+    gc.collect()
+    assert complaints == []
+    server.close()
 
 
 async def test_a_port_that_accepts_nobody_has_an_end() -> None:

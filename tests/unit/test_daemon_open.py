@@ -10,6 +10,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 
+from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.swarm.daemon import Daemon, delimited
 from geomesh_p2p.swarm.streams import FrameStream
 
@@ -67,6 +68,14 @@ async def test_the_end_of_a_connection_after_the_opener_gave_up_leaves_no_except
     del stream, task
     await asyncio.sleep(0)
     assert unseen == []
+
+
+async def test_a_stream_that_is_closed_at_once_is_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FrameStream()
+    task = await asked(daemon, stream, monkeypatch)
+    stream.connection_lost(None)
+    with pytest.raises(Unreachable, match="closed the stream"):
+        await task
 
 
 async def test_an_answer_in_time_opens_it(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
