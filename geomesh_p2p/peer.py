@@ -209,6 +209,7 @@ class Peer:
         for warning in resumed.warnings:
             log.warning("%s", warning)
         me.round, me.digest = resumed.log.round, resumed.log.digest
+        self.observe(obs.LogStands(resumed.log.round, resumed.log.tokens))
         if self.site.emulation is None and not self.site.device.profile:
             log.info("measuring step times on %s (device.profile, made by `geomesh profile`, saves that)", engine.device_label)
         profile = Profile(transport.peer, self.name, engine.device_label, await self._beside(engine.measure))
@@ -306,7 +307,10 @@ class Peer:
         metrics = Metrics(self.name, self.run.outer.learning_rate)
         server = MetricsServer(metrics, self.run.metrics)
         file = MetricsFile(self.folder / "metrics.jsonl", self.name)
-        console = ConsoleReporter(self.name, rounds=self.run.run.rounds)
+        net = self.run.net
+        console = ConsoleReporter(
+            self.name, rounds=self.run.run.rounds, lease_seconds=net.heartbeat_limit_seconds + net.heartbeat_seconds
+        )
         console.start()
         for part in (server, file, console):
             closing.callback(part.close)

@@ -37,6 +37,10 @@ SILENCE_SHARE = 0.25             # of a round's training for which a silent memb
 Stage = Literal["recover", "collect", "planning", "open", "done"]
 
 
+def more_peers(lacking: int, min_peers: int) -> str:
+    return f"{lacking} more peer{'s' if lacking > 1 else ''}, min_peers is {min_peers}"
+
+
 class Leading:
     """The leader's side of its rounds. `failed` tells why the reign must end, `chosen` what is to be committed."""
 
@@ -63,6 +67,7 @@ class Leading:
         self.abstained: dict[PeerId, float] = {}  # newcomers, which get no vote so: not counted as voters to be until then
         self.doubted: dict[PeerId, float] = {}   # not counted ready before a heartbeat later than this says so
         self.waiting = ""
+        self.lacking = 0                         # peers that min_peers asks for beyond those that are ready
         self.failed = ""
         self.chosen: Update | None = None
         if won.held is not None:
@@ -163,7 +168,7 @@ class Leading:
     def collect(self) -> None:
         """Ask for a plan if enough peers are there; say for whom this waits if not."""
         s = self.s
-        self.stage, self.plan, self.push_at = "collect", None, float("inf")
+        self.stage, self.plan, self.push_at, self.lacking = "collect", None, float("inf"), 0
         self.act_at = s.now + s.timing.retry_seconds
         if s.settings.final_round is not None and s.round >= s.settings.final_round:
             self.stage, self.waiting = "done", ""
@@ -201,7 +206,8 @@ class Leading:
         if self.s.quorum(members) and len(members) >= self.s.settings.min_peers:
             self.waiting = f"newcomers that contribute: the next round needs {self.s.settings.min_peers} voters (min_peers)"
         elif self.s.quorum(members):
-            self.waiting = f"{self.s.settings.min_peers - len(members)} more trainers (min_peers {self.s.settings.min_peers})"
+            self.lacking = self.s.settings.min_peers - len(members)
+            self.waiting = more_peers(self.lacking, self.s.settings.min_peers)
         else:
             self.waiting = f"a quorum of the voters: {self.s.sites(missing)}"
 

@@ -9,12 +9,14 @@ from geomesh_p2p.core.types import PeerId, Plan
 
 @dataclass(frozen=True)
 class PhaseChanged:
-    """`phase` is one of PHASES; `waiting_for` names whom or what, `deadline_seconds` how long still at most."""
+    """`phase` is one of PHASES; `waiting_for` names whom or what, `deadline_seconds` how long still at most. `lacking`: how
+    many peers must still come, by min_peers, before there is anything to do."""
 
     phase: str
     round: int
     waiting_for: str = ""
     deadline_seconds: float | None = None
+    lacking: int = 0
 
 
 PHASES = ("starting", "joining", "idle", "planning", "training", "straggler_idle", "exchange", "commit",
@@ -48,7 +50,8 @@ class ExchangeProgress:
 
 @dataclass(frozen=True)
 class LogStands:
-    """Where the log stood when this peer began to take part: what a run has come to does not depend on restarts."""
+    """Where the log stands, told as soon as it is read and again when this peer begins to take part: what a run has come to
+    does not depend on restarts."""
 
     round: int
     tokens_total: int
@@ -78,7 +81,8 @@ class RoundCommitted:
 
     `planned_finish_seconds` and `finish_seconds` count from the plan's arrival at this peer to its last inner step;
     `planned_seconds` is the whole round as predicted. A peer that was no member has zero batch and steps.
-    `tokens_total` is the run's, of all peers from the founding on. Traffic is this round's, by remote site.
+    `tokens`, `loss`, `times` and all that is trained are this peer's own; `round_tokens` are all contributors', in this round,
+    and `tokens_total` the run's, from the founding on. Traffic is this round's, by remote site.
     `validation_ppl` is of the anchor *before* this round's update
     (the anchor of round - 1), None if it was not validated; `validation_seconds` is what it took here (part of control).
     """
@@ -117,6 +121,7 @@ class RoundCommitted:
     reused: bool = False
     residual_norm: float | None = None
     validation_seconds: float = 0.0
+    round_tokens: int = 0
 
 
 @dataclass(frozen=True)

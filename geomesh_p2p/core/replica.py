@@ -24,7 +24,7 @@ from geomesh_p2p.core.behind import Behind
 from geomesh_p2p.core.bounds import term_fits
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.election import Election, Won
-from geomesh_p2p.core.leading import Leading
+from geomesh_p2p.core.leading import Leading, more_peers
 from geomesh_p2p.core.log import BrokenChain, RoundLog
 from geomesh_p2p.core.round import Member
 from geomesh_p2p.core.state import Seen, Settings, State, commit_fields, held_fields
@@ -511,8 +511,36 @@ class Replica:
         return self.s.halted
 
     @property
+    def lacking(self) -> int:
+        """How many more peers min_peers asks for before this peer has anything to do: those ready if it leads, else those
+        that it hears."""
+        s, member = self.s, self.member
+        if s.catching_up or s.checking or s.forgetful or s.leaving or not self.election.leader:
+            return 0
+        if self.leading is not None:
+            return 0 if member.plan is not None and member.phase == "training" else self.leading.lacking
+        if member.plan is not None:
+            lost = any(not s.alive(peer) for peer in member.plan.peers if peer not in member.finished)
+            if member.phase != "straggler_idle" or not lost:
+                return 0
+        others = sum(s.alive(peer) and seen.beat.trains and not seen.leaving for peer, seen in s.peers.items())
+        return max(0, s.settings.min_peers - others - int(s.settings.trains))
+
+    @property
     def phase(self) -> str:
-        """One of observations.PHASES."""
+        """One of observations.PHASES: what this peer does, for a person. Whoever waits for what must come before there can be
+        a plan is idle, or plans, even if it still keeps the work of an attempt that was given up."""
+        work = self._work_phase
+        if work in ("straggler_idle", "exchange", "commit"):
+            if self.leading is not None and self.leading.stage in ("collect", "planning"):
+                return "planning"
+            if self.lacking:
+                return "idle"
+        return work
+
+    @property
+    def _work_phase(self) -> str:
+        """By the plan accepted last, as the leader has to know it."""
         s, member = self.s, self.member
         if s.catching_up:
             return "catch_up"
@@ -543,6 +571,8 @@ class Replica:
         if not self.election.leader:
             missing = [peer for peer in s.view if not s.alive(peer)]
             return f"a leader; voters not heard: {s.sites(missing)}" if missing else "a leader to be elected"
+        if lacking := self.lacking:
+            return more_peers(lacking, s.settings.min_peers)
         if member.plan is None:
             return f"a plan of {s.site_of(self.election.leader)}"
         if self.phase == "straggler_idle":
@@ -558,7 +588,7 @@ class Replica:
             "leader": self.election.leader,
             "round": s.round,
             "digest": s.log.digest,
-            "phase": self.phase,
+            "phase": self._work_phase,
             "trains": s.settings.trains,
             "ready": s.ready and s.up_to_date,
             "leaving": bool(s.leaving),

@@ -114,7 +114,7 @@ class Session:
         self._good_ends = {0}
         self._seen_plan: Plan | None = None
         self._seen_members: tuple[tuple[str, ...], str] = ((), "")
-        self._seen_phase: tuple[str, int, str] | None = None
+        self._seen_phase: obs.PhaseChanged | None = None
         self._seen_leader: tuple[Term, PeerId] | None = None
 
     # ---------------------------------------------------------------- life
@@ -601,10 +601,11 @@ class Session:
         self._finish(1, f"{type(error).__name__}: {error}")
 
     def _show_phase(self) -> None:
-        seen = (self.replica.phase, self.replica.round, self.replica.waiting_for)
+        replica = self.replica
+        seen = obs.PhaseChanged(replica.phase, replica.round, replica.waiting_for, lacking=replica.lacking)
         if seen != self._seen_phase:
             self._seen_phase = seen
-            self.around.observe(obs.PhaseChanged(*seen))
+            self.around.observe(seen)
         leads = (self.replica.term, self.replica.leader)
         if leads != self._seen_leader:
             self._seen_leader = leads

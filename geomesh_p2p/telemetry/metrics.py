@@ -168,7 +168,8 @@ class Metrics:
                 self._of("losses").inc()
                 self._forget(event.site)
             case seen.LeaderChanged():
-                self._of("elections").inc()
+                if event.leader:
+                    self._of("elections").inc()
                 self._of("term").set(event.term)
                 self._of("is_leader").set(event.self_is_leader)
             case seen.LinkMeasured() if event.remote not in self._gone:

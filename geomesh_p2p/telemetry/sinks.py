@@ -144,7 +144,8 @@ class MetricsFile:
 
 class ConsoleReporter:
     """Plain lines for a person: what happened, and at least every `quiet_seconds` what it does, how far it is, and what comes
-    next and when. `rounds` is the run's last round, if known.
+    next and when. `rounds` is the run's last round, if known. That nobody leads is worth a line only after `lease_seconds`:
+    before, it is a part of every change of leader.
 
     `start()` runs the timer in a thread of its own, so that silence is broken even when everything else hangs.
     """
@@ -155,8 +156,10 @@ class ConsoleReporter:
         quiet_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         rounds: int | None = None,
+        lease_seconds: float = 10.0,
     ):
-        self._quiet_seconds, self._clock = quiet_seconds, clock
+        self._quiet_seconds, self._clock, self._lease_seconds = quiet_seconds, clock, lease_seconds
+        self._told_no_leader_since: float | None = None
         self._last_line = clock()
         self.status = StatusLine(site, clock, rounds)
         self._stopping = threading.Event()
@@ -172,7 +175,11 @@ class ConsoleReporter:
             self.tick()
 
     def tick(self) -> None:
-        """Prints the status line if nothing was printed for `quiet_seconds`."""
+        """Prints the status line if nothing was printed for `quiet_seconds`, and that there is no leader if that lasts."""
+        since, waits = self.status.no_leader_since, self.status.phase.waiting_for
+        if since not in (None, self._told_no_leader_since) and self._clock() - since > self._lease_seconds:
+            self._told_no_leader_since = since
+            self._say(f"no leader for {self._clock() - since:.0f} s{f': waiting for {waits}' if waits else ''}")
         if self._clock() - self._last_line >= self._quiet_seconds:
             self._say(str(self.status))
 
@@ -194,13 +201,16 @@ def describe(event: Any) -> str:
     match event:
         case seen.RoundCommitted():
             of = event.round - 1  # contributions bring the perplexity of the anchor that they began from
-            perplexity = f", perplexity of round {of}: {event.validation_ppl:.2f}" if event.validation_ppl is not None else ""
-            loss = f", loss {event.loss:.3f}" if event.loss is not None else ""
-            idle = f"idle {event.times.straggler_idle:.1f} s for others, {event.times.wan_idle:.1f} s for bytes"
-            members = f" of {len(event.members)}" if event.members else ""  # unknown where this peer was no member
+            perplexity = f"; perplexity of round {of}: {event.validation_ppl:.2f}" if event.validation_ppl is not None else ""
+            members, here = "", ""
+            if event.members:  # unknown where this peer was no member, and so is how long the round took
+                loss = f", loss {event.loss:.3f}" if event.loss is not None else ""
+                idle = f"idle {event.times.straggler_idle:.1f} s for others, {event.times.wan_idle:.1f} s for bytes"
+                members = f" of {len(event.members)}"
+                here = f" in {event.times.wall:.1f} s; here {event.tokens:,} tokens{loss}, {idle}"
             return (
-                f"round {event.round} committed by {len(event.contributors)}{members}, {event.tokens:,} tokens "
-                f"in {event.times.wall:.1f} s{loss}{perplexity}; {idle}; digest {event.digest.hex()[:12]}"
+                f"round {event.round} committed by {len(event.contributors)}{members}, {event.round_tokens:,} tokens"
+                f"{here}{perplexity}; digest {event.digest.hex()[:12]}"
             )
         case seen.RoundDiscarded():
             return f"round {event.round}: attempt {event.attempt} discarded: {event.reason.replace('_', ' ')}"
@@ -213,7 +223,8 @@ def describe(event: Any) -> str:
         case seen.PeerLost():
             return f"{event.site} is lost: not heard for {event.silent_seconds:.1f} s"
         case seen.LeaderChanged():
-            return f"leader of term {event.term}: {event.leader or 'none'}{' (this peer)' if event.self_is_leader else ''}"
+            own = " (this peer)" if event.self_is_leader else ""
+            return f"leader of term {event.term}: {event.leader}{own}" if event.leader else ""
         case seen.CaughtUpTo():
             return f"caught up to round {event.round}: {event.rounds} rounds in {event.seconds:.1f} s"
         case seen.Warned():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from geomesh_p2p.core import observations as seen
@@ -23,6 +25,9 @@ NEXT = {
     "validating": "the end",
     "leaving": "ends after a round without this peer",
 }
+ENOUGH_ROUNDS = 2
+"""Whole rounds seen here in a row before anything is foretold from them."""
+ROUNDS_KEPT = 5
 
 
 class StatusLine:
@@ -37,10 +42,11 @@ class StatusLine:
         self._exchange: seen.ExchangeProgress | None = None
         self._planned: dict[str, float] = {}                    # seconds of the phases that the plan predicts
         self._members = seen.MembersChanged((), "", 0)
-        self._rate: float | None = None
-        self._tokens_total: int | None = None
-        self._round_seconds: float | None = None
-        self._committed = 0
+        self._committed: int | None = None                      # None before the log is read
+        self._kept_up = 0                                       # a round that came alone to a peer that is no member
+        self._whole = False                                     # whether the next round's time is that of a round alone
+        self._rounds_seen: deque[tuple[int, float]] = deque(maxlen=ROUNDS_KEPT)  # (tokens of all, seconds) of whole rounds
+        self.no_leader_since: float | None = None
 
     def take(self, event: Any) -> None:
         match event:
@@ -50,7 +56,9 @@ class StatusLine:
                     self._took[self.phase.phase] = now - self._phase_began
                     self._phase_began = now
                     self._training = self._exchange = None
-                self.phase, self._since = event, now
+                if not (event.lacking and self.phase.lacking):
+                    self._since = now
+                self.phase = event
             case seen.TrainingProgress():
                 self._training = event
             case seen.ExchangeProgress():
@@ -64,22 +72,41 @@ class StatusLine:
             case seen.RoundCommitted():
                 self._take_round(event)
             case seen.LogStands():
-                self._committed, self._tokens_total = event.round, event.tokens_total
+                self._committed = event.round
             case seen.CaughtUpTo():
-                self._committed, self._tokens_total = event.round, None
+                self._committed = max(event.round, self._committed or 0)
+                if event.rounds == 1:
+                    self._kept_up = event.round
+                else:
+                    self._begin_anew()
+            case seen.LeaderChanged():
+                if event.leader:
+                    self.no_leader_since = None
+                elif self.no_leader_since is None:
+                    self.no_leader_since = self._clock()
+
+    def _begin_anew(self) -> None:
+        """What came by catching up tells nothing of how long a round takes, nor does the first one after it."""
+        self._rounds_seen.clear()
+        self._whole = False
 
     def _take_round(self, event: seen.RoundCommitted) -> None:
-        self._committed, self._round_seconds = event.round, event.times.wall
-        if self._tokens_total is not None and event.times.wall > 0:
-            self._rate = (event.tokens_total - self._tokens_total) / event.times.wall
-        self._tokens_total = event.tokens_total
+        self._committed = max(event.round, self._committed or 0)
+        if self._site not in event.members and event.round != self._kept_up:
+            self._begin_anew()
+        elif not self._whole:
+            self._whole = True  # this one began with a start or with catching up
+        elif event.times.wall > 0:
+            self._rounds_seen.append((event.round_tokens, event.times.wall))
 
     def __str__(self) -> str:
         return "; ".join(part for part in (self._what(), self._waits(), self._speed(), self._who(), self._next()) if part)
 
     def _what(self) -> str:
         phase = self.phase
-        round = phase.round + 1 if phase.phase in IN_A_ROUND else phase.round
+        if self._committed is None and phase.phase == "starting":
+            return "starting"
+        round = phase.round + 1 if phase.phase in IN_A_ROUND else max(phase.round, self._committed or 0)
         of = f" of {self._rounds:,}" if self._rounds else ""
         text = f"round {round}{of}: {phase.phase.replace('_', ' ')}"
         if self._training is not None:
@@ -94,15 +121,17 @@ class StatusLine:
         return f"waiting for {self.phase.waiting_for} since {self._clock() - self._since:.0f} s"
 
     def _speed(self) -> str:
-        own, run = self._training, self._rate
-        parts = [f"{own.tokens_per_second:,.0f} tokens/s here, loss {own.loss:.3f}"] if own is not None else []
-        parts += [f"the run {run:,.0f} tokens/s"] if run is not None else []
-        return ", ".join(parts) or "no speed yet"
+        own = self._training
+        parts = [f"{own.tokens_per_second:,.0f} tokens/s here, loss {own.loss:.3f} here"] if own is not None else []
+        if len(self._rounds_seen) >= ENOUGH_ROUNDS:
+            rate = sum(tokens for tokens, _ in self._rounds_seen) / sum(seconds for _, seconds in self._rounds_seen)
+            parts.append(f"the run {rate:,.0f} tokens/s")
+        return ", ".join(parts)
 
     def _who(self) -> str:
         members = self._members
         if not members.sites:
-            return "no members yet"
+            return ""
         leader = f", leader {members.leader}" if members.leader else ", no leader"
         return f"{len(members.sites)} members ({', '.join(members.sites)}){leader}"
 
@@ -110,14 +139,17 @@ class StatusLine:
         text = f"next: {NEXT.get(self.phase.phase, 'the next round')}{self._when()}"
         if self.phase.deadline_seconds is not None:
             text += f", gives up waiting in {max(0.0, self.phase.deadline_seconds - (self._clock() - self._since)):.0f} s"
-        if self._rounds and self._round_seconds:
-            text += f"; the run's end in about {duration((self._rounds - self._committed) * self._round_seconds)}"
+        left = self._rounds - self._committed if self._rounds and self._committed is not None else 0
+        if left > 0 and len(self._rounds_seen) >= ENOUGH_ROUNDS and not self.phase.lacking:
+            text += f"; the run's end in about {duration(left * median(seconds for _, seconds in self._rounds_seen))}"
         return text
 
     def _when(self) -> str:
         """In how many seconds the phase ends, from the best that is known."""
         spent = self._clock() - self._phase_began
         phase, training, exchange = self.phase.phase, self._training, self._exchange
+        if self.phase.lacking:
+            return " once that is there"
         if phase == "training" and training is not None and training.step:
             return f" in about {spent / training.step * (training.steps - training.step):.0f} s"
         if phase == "exchange" and exchange is not None and exchange.remaining_seconds is not None:
@@ -125,9 +157,9 @@ class StatusLine:
         for known, how in ((self._planned, "as planned"), (self._took, "as last time")):
             if phase in known and spent <= known[phase]:
                 return f" in about {known[phase] - spent:.0f} s, {how}"
-        if phase in self._planned or phase in self._took:
-            return f" any moment, {spent - self._planned.get(phase, self._took.get(phase, 0.0)):.0f} s late"
-        return f" once {self.phase.waiting_for} is there" if self.phase.waiting_for else " (when is not known yet)"
+        if phase in self._planned:
+            return f" any moment, {spent - self._planned[phase]:.0f} s late"
+        return " once that is there" if self.phase.waiting_for else " (when is not known yet)"
 
 
 def describe_exchange(event: seen.ExchangeProgress) -> str:

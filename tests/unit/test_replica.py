@@ -223,7 +223,35 @@ def test_nothing_is_planned_with_fewer_than_min_peers(min_peers: int, plans: boo
     actions = [a for peer in "bc" for a in leader.handle(beat(peer, leader="a", term=leader.term), 20.1)]
     actions += leader.handle(ev.Tick(), 23.0)
     assert bool(of_kind(actions, ev.NeedPlan)) == plans
-    assert plans or "1 more trainers" in leader.waiting_for
+    assert plans or leader.waiting_for == "1 more peer, min_peers is 4"
+    assert leader.lacking == (0 if plans else 1)
+
+
+def test_whoever_lost_a_peer_that_min_peers_asks_for_says_so_and_not_that_it_is_slow() -> None:
+    """The leader, once it has given the attempt up; a member, once the one whose contribution it lacks is silent."""
+    leader, member = replica("a", min_peers=3), replica("b", min_peers=3)
+    elect(leader)
+    p = plan(leader.term)
+    for peer in "bc":
+        leader.handle(beat(peer, leader="a", term=leader.term), 20.1)
+    leader.handle(ev.Tick(), 23.0)
+    leader.handle(ev.Planned(p), 23.1)
+    for peer in "ac":
+        member.handle(beat(peer, leader="a", term=leader.term), 23.1)
+    member.handle(ev.Received("a", m.PlanOffer(p)), 23.2)
+    for peer in (leader, member):
+        assert (peer.phase, peer.lacking) == ("training", 0)
+        peer.handle(ev.Trained(p.digest, contribution(p, peer.s.me), 4.0), 27.0)
+        assert (peer.phase, peer.lacking) == ("straggler_idle", 0)
+    for now in (29.0, 35.0):
+        leader.handle(beat("b", leader="a", term=leader.term, phase="straggler_idle"), now)
+        leader.handle(ev.Received("b", m.Finished(p.digest, contribution(p, "b"), 4.0)), now)
+        member.handle(beat("a", leader="a", term=leader.term), now)
+        for peer in (leader, member):
+            peer.handle(ev.Tick(), now + 0.1)
+    for peer, phase in ((leader, "planning"), (member, "idle")):
+        assert (peer.phase, peer.lacking, peer.waiting_for) == (phase, 1, "1 more peer, min_peers is 3")
+        assert peer.heartbeat_fields()["phase"] == "straggler_idle", "to the leader it is at work on the plan still"
 
 
 def test_the_final_round_is_the_last_one_planned() -> None:

@@ -77,6 +77,7 @@ ROUND = seen.RoundCommitted(
     payload_received={"south": 90},
     overhead_sent={"south": 7},
     overhead_received={"south": 6},
+    round_tokens=800,
 )
 
 
@@ -425,7 +426,9 @@ def test_whatever_a_peer_does_a_line_at_least_every_30_s_says_what_how_far_and_w
     wait("starting", 120)
     console(seen.LogStands(3, 1000))
     console(seen.MembersChanged(("north", "south"), "south", 3))
-    console(replace(ROUND, round=4))
+    for number in (4, 5, 6):
+        console(replace(ROUND, round=number))
+    caplog.clear()
     for phase in seen.PHASES[1:]:
         if phase == "training":
             console(seen.PlanAdopted(PLAN))
@@ -441,13 +444,118 @@ def test_whatever_a_peer_does_a_line_at_least_every_30_s_says_what_how_far_and_w
         assert len(times) >= 3
         assert max(late - early for early, late in pairwise(times)) <= 31, phase
         for _, line in lines[1:]:
-            assert re.search(rf"round \d+ of 40: {phase.replace('_', ' ')}", line), line
+            assert re.search(r"starting" if phase == "starting" else rf"round \d+ of 40: {phase.replace('_', ' ')}", line), line
             assert "tokens/s" in line or phase == "starting", line
             assert "2 members (north, south), leader south" in line or phase == "starting", line
             assert re.search(r"next: .*(in about \d+ s|once .* is there|any moment|when is not known)", line), line
             assert "the run's end in about" in line or phase == "starting", line
     assert "exchange, 50%, 30.0 MB in, 25.0 MB out, 70 s left" in said["exchange"][1][1]
     assert "waiting for south since" in said["straggler_idle"][1][1]
+
+
+def lines_of(console: ConsoleReporter) -> str:
+    return str(console.status)
+
+
+def test_before_the_log_is_read_a_line_says_no_round_and_no_members() -> None:
+    console = ConsoleReporter("north", rounds=40)
+    assert lines_of(console) == "starting; next: joins the run (when is not known yet)"
+    console(seen.LogStands(12, 5000))
+    assert lines_of(console) == "round 12 of 40: starting; next: joins the run (when is not known yet)"
+
+
+def test_the_runs_end_is_foretold_from_whole_rounds_of_ones_own_alone() -> None:
+    """Neither the rounds that were caught up nor the first one after them, which began before this peer was there."""
+    console = ConsoleReporter("north", rounds=40)
+    console(seen.LogStands(0, 0))
+    console(seen.PhaseChanged("catch_up", 0, "the updates up to round 20"))
+    for number in range(1, 21):
+        console(replace(ROUND, round=number, members=(), times=replace(ROUND.times, wall=0.01)))
+    console(seen.CaughtUpTo(20, 20, 0.2))
+    console(seen.PhaseChanged("training", 20))
+    assert "end in" not in lines_of(console)
+    assert "the run " not in lines_of(console)
+    for number, wall in ((21, 0.5), (22, 30.0)):
+        console(replace(ROUND, round=number, times=replace(ROUND.times, wall=wall)))
+        assert "end in" not in lines_of(console)
+    console(replace(ROUND, round=23, times=replace(ROUND.times, wall=50.0)))
+    assert "the run 20 tokens/s" in lines_of(console), "1,600 tokens of all in 80 s"
+    assert "the run's end in about 11 min" in lines_of(console), "17 rounds of 40 s"
+    console(seen.CaughtUpTo(30, 7, 0.1))
+    assert "end in" not in lines_of(console)
+
+
+def test_an_observer_that_keeps_up_foretells_the_runs_end_too() -> None:
+    console = ConsoleReporter("watcher", rounds=40)
+    console(seen.LogStands(0, 0))
+    console(seen.CaughtUpTo(20, 20, 0.2))
+    for number in (21, 22, 23):
+        assert "end in" not in lines_of(console)
+        console(seen.CaughtUpTo(number, 1, 0.1))
+        console(replace(ROUND, round=number, members=(), times=replace(ROUND.times, wall=40.0)))
+    assert "the run's end in about 11 min" in lines_of(console)
+
+
+def test_whoever_waits_for_min_peers_says_for_how_many_and_for_how_long() -> None:
+    clock = FakeClock()
+    console = ConsoleReporter("north", clock=clock, rounds=40)
+    for number in (3, 4, 5):
+        console(replace(ROUND, round=number))
+    console(seen.PhaseChanged("idle", 5, "a plan of south"))
+    console(seen.PhaseChanged("training", 5))
+    console(seen.PhaseChanged("idle", 5, "2 more peers, min_peers is 4", lacking=2))
+    clock.now += 40
+    console(seen.PhaseChanged("idle", 5, "1 more peer, min_peers is 4", lacking=1))
+    clock.now += 20
+    line = lines_of(console)
+    assert "waiting for 1 more peer, min_peers is 4 since 60 s" in line, "since it waits for any"
+    assert line.endswith("next: the next plan once that is there")
+    for wrong in ("straggler", "any moment", "the run's end"):
+        assert wrong not in line
+
+
+def test_a_wait_that_is_no_part_of_the_plan_is_not_called_late() -> None:
+    clock = FakeClock()
+    console = ConsoleReporter("north", clock=clock)
+    for _ in range(2):
+        console(seen.PhaseChanged("straggler_idle", 4, "the contributions of south"))
+        clock.now += 1
+        console(seen.PhaseChanged("exchange", 4, "the exchange"))
+    console(seen.PhaseChanged("straggler_idle", 5, "the contributions of south"))
+    clock.now += 30
+    assert lines_of(console).endswith("next: exchange once that is there")
+
+
+def test_a_committed_round_says_what_is_the_runs_and_what_is_this_peers_own() -> None:
+    line = describe(replace(ROUND, round_tokens=1200))
+    assert line.startswith("round 5 committed by 2 of 2, 1,200 tokens in 2.8 s; here 400 tokens, loss 2.500, idle 0.2 s for")
+    caught_up = describe(replace(ROUND, members=(), tokens=0, loss=None, validation_ppl=None))
+    assert caught_up == "round 5 committed by 2, 800 tokens; digest abababababab"
+
+
+def test_that_nobody_leads_is_said_once_and_only_if_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    console, metrics = ConsoleReporter("north", clock=clock, lease_seconds=10.0), Metrics("north", 0.7)
+    console(seen.PhaseChanged("idle", 4, "a leader to be elected"))
+    for observer in (console, metrics):
+        observer(seen.LeaderChanged(4, "", False))
+    for _ in range(10):
+        clock.now += 1
+        console.tick()
+    assert not caplog.messages
+    for _ in range(10):
+        clock.now += 1
+        console.tick()
+    assert caplog.messages == ["no leader for 11 s: waiting for a leader to be elected"]
+    for observer in (console, metrics):
+        observer(seen.LeaderChanged(5, "south", False))
+    assert caplog.messages[1:] == ["leader of term 5: south"]
+    assert value(metrics, "elections_total") == 1, "that there is none is no election"
+    console(seen.LeaderChanged(5, "", False))
+    clock.now += 11
+    console.tick()
+    assert len(caplog.messages) == 3, "another time without a leader is told again"
 
 
 @pytest.mark.case("C121")
