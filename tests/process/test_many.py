@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from geomesh_p2p.lab.verify import main as verify
-from tests.process.sites import Sites
-
-LIGHT = Path(__file__).parents[2] / "benchmarks" / "light_peer.py"
+from tests.process.sites import LIGHT, Sites
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.case("C051")
 def test_sixteen_peers_commit_twenty_rounds(tmp_path: Path) -> None:
     names = [f"p{i:02}" for i in range(16)]
-    mesh = Sites(tmp_path, names, rounds=20, inner_steps=1, command=[sys.executable, str(LIGHT)])
+    mesh = Sites(tmp_path, names, rounds=20, inner_steps=1, command=LIGHT)
     mesh.environment |= {"LIGHT_PARAMETERS": "65536", "LIGHT_TRAIN_SECONDS": "0.5"}
     try:
         mesh.start()

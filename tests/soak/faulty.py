@@ -95,6 +95,7 @@ class Driver:
             if site.process is None or (code := site.process.poll()) is None:
                 continue
             site.process = None
+            self.watch_claims(time.monotonic())  # the claim was there before the exit
             if code not in self.exits.pop(site.name, set()):
                 self.outcome.wrong.append(f"{site.name} ended with {code}: {site.log().splitlines()[-1:]}")
             if code == -signal.SIGKILL:
