@@ -81,8 +81,8 @@ class RoundCommitted:
 
     `planned_finish_seconds` and `finish_seconds` count from the plan's arrival at this peer to its last inner step;
     `planned_seconds` is the whole round as predicted. A peer that was no member has zero batch and steps.
-    `tokens`, `loss`, `times` and all that is trained are this peer's own; `round_tokens` are all contributors', in this round,
-    and `tokens_total` the run's, from the founding on. Traffic is this round's, by remote site.
+    `tokens`, `loss`, `times` and all that is trained are this peer's own; `credited` are all contributors' tokens of this round
+    by site, and `tokens_total` the run's, from the founding on. Traffic is this round's, by remote site.
     `validation_ppl` is of the anchor *before* this round's update
     (the anchor of round - 1), None if it was not validated; `validation_seconds` is what it took here (part of control).
     """
@@ -121,7 +121,11 @@ class RoundCommitted:
     reused: bool = False
     residual_norm: float | None = None
     validation_seconds: float = 0.0
-    round_tokens: int = 0
+    credited: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def round_tokens(self) -> int:
+        return sum(self.credited.values())
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.engine.files import Made, require_space
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.control import Child
+from geomesh_p2p.lab.figures import Credits, perplexity_before, read_peer, summarise_round
 from geomesh_p2p.lab.report import headline, write_report
-from geomesh_p2p.lab.table import SiteView, round_line, table
+from geomesh_p2p.lab.table import SiteView, round_line, table, title
 from geomesh_p2p.loading import SiteFile
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -175,7 +176,8 @@ class _Mesh:
         self.sites = sites
         self.limits = limits
         self.state = MeshState.load(folder)
-        self.views = {site.name: SiteView(site.name) for site in sites}
+        self.views = {site.name: SiteView(site.name, read_peer(folder / site.name, site.name)) for site in sites}
+        self.credits = Credits(view.record for view in self.views.values())
         self.children = {site.name: Child(site.name, folder / site.name / "peer.log") for site in sites}
         self.trainers = {site.name for site in sites if site.config.site.trains}
         self.to_calibrate = {
@@ -184,7 +186,7 @@ class _Mesh:
         self.asked_to_calibrate: set[str] = set()
         self.measured: dict[str, float] = {}
         self.last_committed_at = time.monotonic()
-        self.printed_round = 0
+        self.printed_round = max((number for view in self.views.values() for number in view.record.rounds), default=0)
         self.said: set[str] = set()
         self.stop_signal: signal.Signals | None = None
         self.killing = False
@@ -289,6 +291,7 @@ class _Mesh:
                 self.measured[child.site] = float(event["tokens_per_second"])
                 self._calibrate()
             case "round":
+                self.credits.take(child.site, event)
                 self.last_committed_at = time.monotonic()
                 self._print_rounds()
             case "discarded":
@@ -327,7 +330,7 @@ class _Mesh:
         lines = child.last_lines()
         reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else _killed(child.ended_by)
         ended = f"by signal {child.ended_by}" if child.ended_by else f"with code {code}"
-        at_start = not any(view.rounds for view in self.views.values())
+        at_start = not any(view.told for view in self.views.values())
         if reason and not at_start:
             self._say(f"geomesh: {child.site} ended {ended} in round {view.round + 1}: {reason}")
         elif not reason:
@@ -358,17 +361,17 @@ class _Mesh:
             return
         at_work = [self.views[name] for name in self._running() & self.trainers]
         newest = max((view.round for view in self.views.values()), default=0)
-        complete = max(newest - 1, min((view.round for view in at_work if view.rounds), default=newest))
+        complete = max(newest - 1, min((view.round for view in at_work if view.told), default=newest))
         for number in range(self.printed_round + 1, complete + 1):
-            said = [view.rounds[number] for view in self.views.values() if number in view.rounds]
-            if said:
-                self._say(round_line(number, said))
+            records = [view.record for view in self.views.values()]
+            if any(number in record.rounds for record in records):
+                self._say(round_line(summarise_round(number, records, self.credits), perplexity_before(number, records)))
             self.printed_round = number
 
     def _table(self) -> Any:
         newest = max((view.round for view in self.views.values()), default=0)
-        title = f"{self.run_config.run.id}: round {newest} of {self.run_config.run.rounds}"
-        return table(title, self.views.values(), self.console.width)
+        run, views = self.run_config.run, self.views.values()
+        return table(title(run.id, newest, run.rounds, views, self.credits), views, self.console.width)
 
     def _say(self, text: str) -> None:
         if self.live is not None:

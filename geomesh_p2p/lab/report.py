@@ -1,8 +1,6 @@
 """report.json and report.md of a mesh, from what its peers left behind: metrics.jsonl, history.jsonl, config.json.
 
-Where a peer's time goes is measured by the peer (core/observations.PeerTimes); here it is only added up. Shares are sums
-over peers and rounds, divided by the sums of wall time; rounds in which a peer was no member do not count for it.
-Files of killed peers may be short or missing: what is not there is left out.
+Where a peer's time goes is measured by the peer (core/observations.PeerTimes); here and in lab/figures.py it is only added up.
 """
 
 from __future__ import annotations
@@ -10,38 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.lab.figures import PARTS, Credits, PeerRecord, Tally, read_peer, share, summarise_round, traffic_of
 from geomesh_p2p.lab.report_text import render
+from geomesh_p2p.lab.table import idle_in_words
 
 STEADY_FROM_ROUND = 3
 # Above this share of overrun seconds the emulated speeds were not kept, and idle figures say nothing.
 MAX_OVERRUN_SHARE = 0.01
 FP32_BYTES = 4
-
-
-@dataclass
-class PeerRecord:
-    """What one site's folder says."""
-
-    site: str
-    peer_id: str = ""
-    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics lines of kind "round"
-    commits: dict[int, dict[str, Any]] = field(default_factory=dict)  # history lines of kind "commit"
-    final_ppl: dict[int, float] = field(default_factory=dict)
-    discards: dict[tuple[int, str], set[str]] = field(default_factory=lambda: defaultdict(set))  # (round, plan): reasons
-    starts: int = 0
-    parameters: int | None = None
-
-    @property
-    def trained(self) -> list[dict[str, Any]]:
-        """Rounds in which this peer was a member, in order."""
-        return [self.rounds[number] for number in sorted(self.rounds) if self.rounds[number].get("inner_steps")]
 
 
 def write_report(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: float | None = None) -> dict[str, Any]:
@@ -59,8 +39,7 @@ def headline(report: Mapping[str, Any]) -> str:
     first, last = report["val_ppl_first"], report["val_ppl_last"]
     validated = first is not None and last is not None
     perplexity = f"validation perplexity {first:.2f} -> {last:.2f}" if validated else "not validated"
-    shares = {"straggler idle": report["straggler_idle_share"], "WAN idle": report["wan_idle_share"]}
-    idle = [f"{what} {share:.1%}" for what, share in shares.items() if share is not None]
+    idle = idle_in_words(report["straggler_idle_share"], report["wan_idle_share"])
     return ", ".join([f"{report['rounds_committed']} rounds, {report['tokens']:,} tokens: {perplexity}", *idle])
 
 
@@ -68,16 +47,17 @@ def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: fl
     """The report of the run in `folder`, with the peers of `sites`. Figures without any data are null."""
     peers = [read_peer(folder / site, site) for site in sites]
     parameters = next((peer.parameters for peer in peers if peer.parameters), None)
-    commits = {number: line for peer in peers for number, line in peer.commits.items()}
-    rounds = [summarise_round(number, peers, commits.get(number)) for number in sorted(_numbers(peers))]
+    credits = Credits(peers)
+    rounds = [summarise_round(number, peers, credits) for number in sorted(_numbers(peers))]
     _add_perplexities(rounds, peers)
     if parameters is None and rounds:
         parameters = count_parameters(run)
     lines = [line for peer in peers for line in peer.trained]
-    steady = [line for line in lines if line["round"] >= STEADY_FROM_ROUND]
+    whole = Tally.total(peer.tally for peer in peers)
+    steady = Tally.of(line for line in lines if line["round"] >= STEADY_FROM_ROUND)
     fastest = find_fastest(peers)
     sent, fp32, ring = traffic(peers, parameters)
-    overrun = _share(_sum(lines, "overrun_seconds"), _sum(lines, "emulated_seconds"))
+    overrun = share(_sum(lines, "overrun_seconds"), _sum(lines, "emulated_seconds"))
     finish_errors = [one["finish_error_share"] or 0.0 for one in rounds if one["round"] >= STEADY_FROM_ROUND]
     perplexities = [one["val_ppl"] for one in rounds if one["val_ppl"] is not None]
     reached = time_to_target(rounds, run.run.target_ppl)
@@ -86,7 +66,7 @@ def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: fl
         "parameters": parameters,
         "rounds_committed": max((one["round"] for one in rounds), default=0),
         "rounds_discarded": _discarded(peers),
-        "tokens": sum(one["tokens"] for one in rounds),
+        "tokens": credits.tokens,
         "tokens_per_round": _mean([one["tokens"] for one in rounds]),
         "wall_seconds": sum(one["seconds"] for one in rounds),
         "val_ppl_first": _first_perplexity(peers),
@@ -97,52 +77,25 @@ def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: fl
         "rounds_to_target": reached[2],
         "digest": rounds[-1]["digest"] if rounds else None,
         "digests_equal": all(one["digests_equal"] for one in rounds),
-        "straggler_idle_share": _time_share(lines, "straggler_idle"),
-        "straggler_idle_share_steady": _time_share(steady, "straggler_idle"),
-        "straggler_idle_share_fastest": _time_share(fastest.trained, "straggler_idle") if fastest else None,
+        "straggler_idle_share": whole.share("straggler_idle"),
+        "straggler_idle_share_steady": steady.share("straggler_idle"),
+        "straggler_idle_share_fastest": fastest.tally.share("straggler_idle") if fastest else None,
         "fastest_site": fastest.site if fastest else None,
-        "wan_idle_share": _time_share(lines, "wan_idle"),
-        "wan_idle_share_steady": _time_share(steady, "wan_idle"),
-        "compute_share": _time_share(lines, "compute"),
-        **{f"{part}_share": _time_share(lines, part) for part in ("data_wait", "codec", "control")},
+        "wan_idle_share": whole.share("wan_idle"),
+        "wan_idle_share_steady": steady.share("wan_idle"),
+        "compute_share": whole.share("compute"),
+        **{f"{part}_share": whole.share(part) for part in ("data_wait", "codec", "control")},
         "emulation_overrun_share": overrun or 0.0,
         "emulation_time_scale": time_scale,
         "idle_valid": (overrun or 0.0) <= MAX_OVERRUN_SHARE,
         "finish_error_share_steady": max(finish_errors, default=None),
         "bytes_payload": sent["payload_sent"],
         "bytes_total": sent["payload_sent"] + sent["overhead_sent"],
-        "bytes_ratio_to_fp32": _share(sent["payload_sent"], fp32),
-        "bytes_ratio_to_fp32_ring": _share(sent["payload_sent"], ring),
+        "bytes_ratio_to_fp32": share(sent["payload_sent"], fp32),
+        "bytes_ratio_to_fp32_ring": share(sent["payload_sent"], ring),
         "rounds": rounds,
-        "peers": [summarise_peer(peer) for peer in peers],
+        "peers": [summarise_peer(peer, credits) for peer in peers],
     }
-
-
-# ---------------------------------------------------------------- reading
-
-
-def read_peer(folder: Path, site: str) -> PeerRecord:
-    """A site's record; an empty one if the folder has nothing. A round that was reported twice counts as reported last."""
-    record = PeerRecord(site)
-    for line in _json_lines(folder / "metrics.jsonl"):
-        if line.get("kind") == "round" and isinstance(line.get("round"), int):
-            record.rounds[line["round"]] = line
-        elif line.get("kind") == "validated" and line.get("final") and line.get("perplexity") is not None:
-            record.final_ppl[int(line["round"])] = float(line["perplexity"])
-    for line in _json_lines(folder / "history.jsonl"):
-        record.peer_id = str(line.get("peer") or record.peer_id)
-        match line.get("kind"):
-            case "start":
-                record.starts += 1
-            case "commit":
-                record.commits[int(line["round"])] = line
-            case "discard":
-                record.discards[(int(line["round"]), str(line.get("plan")))].add(str(line.get("reason")))
-    for path in [folder / "config.json", *sorted(folder.glob("snapshot-*/*.json"))]:
-        found = _json(path).get("parameters")
-        if isinstance(found, int):
-            record.parameters = found
-    return record
 
 
 def count_parameters(run: RunConfig) -> int | None:
@@ -157,77 +110,18 @@ def count_parameters(run: RunConfig) -> int | None:
         return None
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # half a line of a killed peer
-        if isinstance(value, dict):
-            yield value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _numbers(peers: Iterable[PeerRecord]) -> set[int]:
     return {number for peer in peers for number in (*peer.rounds, *peer.commits)}
 
 
-# ---------------------------------------------------------------- one round, one peer
+# ---------------------------------------------------------------- one peer
 
 
-def summarise_round(number: int, peers: Sequence[PeerRecord], commit: dict[str, Any] | None) -> dict[str, Any]:
-    """`seconds` is the median of the members' wall times; `finish_error_share` the largest relative difference between a
-    member's planned and real finish. The digest is a list when the peers show different ones."""
-    said = [peer.rounds[number] for peer in peers if number in peer.rounds]
-    members = [line for line in said if line.get("inner_steps")]
-    first = (members or said or [{}])[0]
-    digests = {str(line["digest"]) for line in said if line.get("digest")}
-    digests |= {str(peer.commits[number]["digest"]) for peer in peers if number in peer.commits}
-    finishes = {
-        peer.site: [line["planned_finish_seconds"], line["finish_seconds"]]
-        for peer in peers
-        if (line := peer.rounds.get(number)) and line.get("inner_steps") and not line.get("reused")
-    }
-    errors = [abs(real - planned) / planned for planned, real in finishes.values() if planned > 0]
-    credited = (commit or {}).get("contributors") or []
-    return {
-        "round": number,
-        "term": first.get("term"),
-        "members": first.get("members") or [item["site"] for item in credited],
-        "topology": first.get("topology") or (commit or {}).get("topology"),
-        "tokens": sum(item["tokens"] for item in credited) or sum(line.get("tokens") or 0 for line in said),
-        "planned_seconds": first.get("planned_seconds"),
-        "seconds": median([line["times"]["wall"] for line in members]) if members else 0.0,
-        "validation_seconds": max((line.get("validation_seconds") or 0.0 for line in members), default=0.0),
-        "straggler_idle_share": _time_share(members, "straggler_idle"),
-        "wan_idle_share": _time_share(members, "wan_idle"),
-        "finish_seconds": finishes,
-        "finish_error_share": max(errors, default=None),
-        "loss": _weighted([(line["loss"], line.get("tokens") or 0) for line in members if line.get("loss") is not None]),
-        "digest": digests.pop() if len(digests) == 1 else sorted(digests),
-        "digests_equal": len(digests) <= 1,
-        "val_ppl": None,
-    }
-
-
-def summarise_peer(peer: PeerRecord) -> dict[str, Any]:
+def summarise_peer(peer: PeerRecord, credits: Credits) -> dict[str, Any]:
     """`rounds` counts the rounds committed here, `rounds_trained` those with a part of its own; batch and steps of the last."""
     last = peer.trained[-1] if peer.trained else {}
     newest = max((*peer.rounds, *peer.commits), default=0)
     shown = peer.commits.get(newest) or peer.rounds.get(newest) or {}
-    lines = list(peer.rounds.values())
-    parts = ("compute", "data_wait", "straggler_idle", "wan_idle", "codec", "control")
     return {
         "site": peer.site,
         "peer_id": peer.peer_id,
@@ -236,20 +130,13 @@ def summarise_peer(peer: PeerRecord) -> dict[str, Any]:
         "digest": shown.get("digest"),
         "batch": last.get("batch"),
         "inner_steps": last.get("inner_steps"),
-        "tokens": _credited(peer),
-        **{f"{part}_seconds": _times(peer.trained, part) for part in parts},
-        "bytes_sent": sum(_total(line, "payload_sent") + _total(line, "overhead_sent") for line in lines),
-        "bytes_received": sum(_total(line, "payload_received") + _total(line, "overhead_received") for line in lines),
+        "tokens": credits.by_site[peer.site],
+        **{f"{part}_seconds": peer.tally.seconds[part] for part in PARTS},
+        **{f"{part}_share": peer.tally.share(part) for part in ("straggler_idle", "wan_idle")},
+        "bytes_sent": peer.tally.bytes_sent,
+        "bytes_received": peer.tally.bytes_received,
         "restarts": max(0, peer.starts - 1),
     }
-
-
-def _credited(peer: PeerRecord) -> int:
-    """Tokens of this peer in the log, as far as the peer's own history shows the log; else what it reported itself."""
-    if peer.commits:
-        items = (item for line in peer.commits.values() for item in line["contributors"])
-        return sum(item["tokens"] for item in items if item["site"] == peer.site)
-    return sum(line.get("tokens") or 0 for line in peer.rounds.values())
 
 
 def find_fastest(peers: Iterable[PeerRecord]) -> PeerRecord | None:
@@ -280,7 +167,7 @@ def traffic(peers: Sequence[PeerRecord], parameters: int | None) -> tuple[dict[s
     With N members and P parameters one peer sends (N-1)·4P in a gather and 2(N-1)/N·4P in a reduce or a ring.
     """
     lines = [line for peer in peers for line in peer.rounds.values()]
-    sent = {key: sum(_total(line, key) for line in lines) for key in ("payload_sent", "overhead_sent")}
+    sent = {key: sum(traffic_of(line, key) for line in lines) for key in ("payload_sent", "overhead_sent")}
     fp32 = ring = 0.0
     for line in (line for peer in peers for line in peer.trained):
         n = len(line.get("members") or ())
@@ -288,10 +175,6 @@ def traffic(peers: Sequence[PeerRecord], parameters: int | None) -> tuple[dict[s
             ring += 2 * (n - 1) / n * FP32_BYTES * parameters
             fp32 += (n - 1 if line.get("topology") == "gather" else 2 * (n - 1) / n) * FP32_BYTES * parameters
     return sent, fp32, ring
-
-
-def _total(line: dict[str, Any], key: str) -> int:
-    return sum((line.get(key) or {}).values())
 
 
 # ---------------------------------------------------------------- perplexity and time to target
@@ -336,21 +219,5 @@ def _sum(lines: Iterable[dict[str, Any]], key: str) -> float:
     return sum(float(line.get(key) or 0.0) for line in lines)
 
 
-def _times(lines: Iterable[dict[str, Any]], part: str) -> float:
-    return sum(float(line["times"][part]) for line in lines if line.get("times"))
-
-
-def _time_share(lines: Sequence[dict[str, Any]], part: str) -> float | None:
-    return _share(_times(lines, part), _times(lines, "wall"))
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
-
-
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _weighted(pairs: Sequence[tuple[float, int]]) -> float | None:
-    return _share(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))

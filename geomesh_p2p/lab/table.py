@@ -1,19 +1,25 @@
-"""What a person sees of a running mesh: one live table on a terminal, else one plain line for each committed round."""
+"""What a person sees of a running mesh: one live table on a terminal, else one plain line for each committed round.
+
+All figures are those of the report, as far as the run has come (lab/figures.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
+from geomesh_p2p.lab.figures import Credits, PeerRecord, Tally
+
 
 @dataclass
 class SiteView:
-    """The newest that a site has said of itself."""
+    """The newest that a site has said of itself, and what it has come to in the run (`record`)."""
 
     site: str
+    record: PeerRecord = field(default_factory=lambda: PeerRecord(""))
     state: str = "starting"
     round: int = 0
     batch: int = 0
@@ -21,11 +27,8 @@ class SiteView:
     step: int = 0
     tokens_per_second: float = 0.0
     loss: float | None = None
-    straggler_share: float | None = None
-    wan_share: float | None = None
-    bytes_sent: int = 0
     longest_round_seconds: float = 0.0
-    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)  # rounds that it has told of since it was started
 
     def take(self, event: dict[str, Any]) -> None:
         """Fold one control line of the site into what is shown."""
@@ -49,19 +52,14 @@ class SiteView:
             self._take_round(event)
 
     def _take_round(self, event: dict[str, Any]) -> None:
+        self.record.take(event)
         self.round = int(event["round"])
-        self.rounds[self.round] = event
+        self.told.add(self.round)
         self.batch, self.inner_steps = int(event.get("batch") or 0), int(event.get("inner_steps") or 0)
         self.step = 0
         self.loss = self.loss if event.get("loss") is None else event["loss"]
         times = event.get("times") or {}
-        wall = float(times.get("wall") or 0.0)
-        self.longest_round_seconds = max(self.longest_round_seconds, wall)
-        if wall > 0:
-            self.straggler_share = float(times.get("straggler_idle", 0.0)) / wall
-            self.wan_share = float(times.get("wan_idle", 0.0)) / wall
-        for key in ("payload_sent", "overhead_sent"):
-            self.bytes_sent += sum((event.get(key) or {}).values())
+        self.longest_round_seconds = max(self.longest_round_seconds, float(times.get("wall") or 0.0))
 
 
 def _exchange(event: dict[str, Any]) -> str:
@@ -85,6 +83,7 @@ def table(title: str, views: Collection[SiteView], width: int = 120) -> Table:
     for name in ("round", "batch", "steps", "tok/s", "loss", "idle", "WAN", "sent"):
         shown.add_column(name, justify="right", no_wrap=True)
     for view in views:
+        tally = view.record.tally
         steps = f"{view.step}/{view.inner_steps}" if view.step else str(view.inner_steps or "")
         shown.add_row(
             view.site,
@@ -94,35 +93,39 @@ def table(title: str, views: Collection[SiteView], width: int = 120) -> Table:
             steps,
             f"{view.tokens_per_second:,.0f}" if view.tokens_per_second else "",
             number(view.loss, ".3f"),
-            percent(view.straggler_share),
-            percent(view.wan_share),
-            size(view.bytes_sent),
+            percent(tally.share("straggler_idle")),
+            percent(tally.share("wan_idle")),
+            size(tally.bytes_sent),
         )
     return shown
 
 
-def round_line(round: int, rounds: Iterable[dict[str, Any]]) -> str:
-    """One line for a committed round, from what its peers said of it. `rounds` is not empty."""
-    said = list(rounds)
-    first = said[0]
-    members = max(len(one.get("members") or ()) for one in said)  # a peer that caught up does not know them
-    digests = sorted({str(one.get("digest", ""))[:12] for one in said})
-    walls = [float(one["times"]["wall"]) for one in said if one.get("times")]
-    wall = sum(walls)
-    losses = [float(one["loss"]) * int(one.get("tokens") or 0) for one in said if one.get("loss") is not None]
-    weights = [int(one.get("tokens") or 0) for one in said if one.get("loss") is not None]
-    perplexity = next((one["validation_ppl"] for one in said if one.get("validation_ppl") is not None), None)
+def title(run: str, newest: int, rounds: int, views: Collection[SiteView], credits: Credits) -> str:
+    """What the run has come to, in the words of its report's headline."""
+    whole = Tally.total(view.record.tally for view in views)
+    idle = idle_in_words(whole.share("straggler_idle"), whole.share("wan_idle"))
+    return ", ".join([f"{run}: round {newest} of {rounds}", f"{credits.tokens:,} tokens", *idle])
+
+
+def idle_in_words(straggler: float | None, wan: float | None) -> list[str]:
+    shares = {"straggler idle": straggler, "WAN idle": wan}
+    return [f"{what} {percent(share)}" for what, share in shares.items() if share is not None]
+
+
+def round_line(one: Mapping[str, Any], perplexity: float | None) -> str:
+    """One line for a committed round, as the report has it; `perplexity` is of the model that it began from."""
+    digests = [one["digest"]] if isinstance(one["digest"], str) else one["digest"]
+    members = len(one["members"] or ())  # a peer that caught up does not know them
     parts = [
-        f"round {round:>3}",
-        f"digest {' != '.join(digests)}",
-        f"{len(first.get('contributors') or ())}{f' of {members}' if members else ''} contributed",
-        f"loss {number(sum(losses) / sum(weights) if sum(weights) else None, '.3f')}",
-        f"val ppl of round {round - 1} {number(perplexity, '.2f')}",
-        f"{max(walls, default=0.0):.1f} s",
+        f"round {one['round']:>3}",
+        f"digest {' != '.join(digest[:12] for digest in digests)}",
+        f"{len(one['contributors'])}{f' of {members}' if members else ''} contributed",
+        f"loss {number(one['loss'], '.3f')}",
+        f"val ppl of round {one['round'] - 1} {number(perplexity, '.2f')}",
+        f"{one['seconds']:.1f} s",
+        f"straggler idle {percent(one['straggler_idle_share'])}",
+        f"WAN idle {percent(one['wan_idle_share'])}",
     ]
-    for name, key in (("straggler", "straggler_idle"), ("WAN", "wan_idle")):
-        idle = sum(float(one["times"][key]) for one in said if one.get("times"))
-        parts.append(f"{name} idle {percent(idle / wall if wall else None)}")
     return "  ".join(parts)
 
 

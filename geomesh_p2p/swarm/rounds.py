@@ -129,7 +129,7 @@ class RoundBook:
             abstained=own.reason if own and own.abstains else "",
             reused=watch.reused if watch else False,
             residual_norm=local.residual_norm if local else None,
-            round_tokens=sum(c.tokens for c in update.contributors),
+            credited={c.site: c.tokens for c in update.contributors},
         )
 
     def _traffic_since(self) -> dict[str, dict[str, int]]:

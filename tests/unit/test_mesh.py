@@ -19,6 +19,7 @@ from rich.console import Console
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.emulation import EMULATED_SHARE
 from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.lab.figures import Credits, PeerRecord, Tally, summarise_round
 from geomesh_p2p.lab.mesh import Limits, peer_commands, run_mesh, time_scale
 from geomesh_p2p.lab.table import SiteView, round_line, size, table
 from geomesh_p2p.loading import SiteFile, load_sites
@@ -305,10 +306,20 @@ def test_a_site_that_resumes_shows_its_round_before_it_commits_one() -> None:
     assert view.round == 7
 
 
+def line_of(*said: dict[str, Any]) -> str:
+    """What a mesh prints of a round of which these lines were told, one by each site."""
+    records = [PeerRecord(f"site-{index}") for index, _ in enumerate(said)]
+    for record, line in zip(records, said, strict=True):
+        record.take(line)
+    return round_line(summarise_round(said[0]["round"], records, Credits(records)), None)
+
+
 def test_a_round_whose_members_nobody_knows_is_not_said_to_be_of_none() -> None:
-    caught_up = {"digest": "ab" * 8, "contributors": ["a", "b"], "members": [], "tokens": 0}
-    assert "  2 contributed" in round_line(3, [caught_up])
-    assert "  2 of 3 contributed" in round_line(3, [caught_up, {**caught_up, "members": ["a", "b", "c"]}])
+    caught_up = {"round": 3, "digest": "ab" * 8, "contributors": ["a", "b"], "members": [], "tokens": 0}
+    assert "  2 contributed" in line_of(caught_up)
+    members = {"members": ["a", "b", "c"], "inner_steps": 2, "times": {"wall": 1.0}}
+    finish = {"planned_finish_seconds": 1.0, "finish_seconds": 1.0}
+    assert "  2 of 3 contributed" in line_of(caught_up, {**caught_up, **members, **finish})
 
 
 def test_the_view_of_a_site_follows_what_it_says() -> None:
@@ -323,7 +334,8 @@ def test_the_view_of_a_site_follows_what_it_says() -> None:
     done = {"round": 4, "batch": 8, "inner_steps": 9, "loss": 1.5, "times": times, "payload_sent": {"b": 7}}
     view.take({"event": "round", **done})
     assert (view.round, view.batch, view.inner_steps, view.loss) == (4, 8, 9, 1.5)
-    assert (view.straggler_share, view.wan_share, view.bytes_sent) == (0.1, 0.2, 7)
+    tally = view.record.tally
+    assert (tally.share("straggler_idle"), tally.share("wan_idle"), tally.bytes_sent) == (0.1, 0.2, 7)
     view.take({"event": "exit", "exit_code": 0, "reason": "done"})
     assert (view.state, view.round) == ("ended (0): done", 4)
     shown = table("t", [view, SiteView("b")])
@@ -332,9 +344,10 @@ def test_the_view_of_a_site_follows_what_it_says() -> None:
 
 def test_unequal_digests_are_seen_in_the_line_of_a_round() -> None:
     times = {"wall": 1.0, "straggler_idle": 0.0, "wan_idle": 0.0}
-    said = [{"digest": "aa" * 32, "times": times, "members": ["a", "b"], "contributors": ["a"]}, {"digest": "bb" * 32}]
-    assert "aaaaaaaaaaaa != bbbbbbbbbbbb" in round_line(1, said)
-    assert "1 of 2 contributed" in round_line(1, said)
+    first = {"round": 1, "digest": "aa" * 32, "times": times, "members": ["a", "b"], "contributors": ["a"]}
+    said = line_of(first, {"round": 1, "digest": "bb" * 32})
+    assert "aaaaaaaaaaaa != bbbbbbbbbbbb" in said
+    assert "1 of 2 contributed" in said
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (3e12, "3.0 TB")])
@@ -344,7 +357,8 @@ def test_sizes(count: float, text: str) -> None:
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     long = "exchange (a100, h100, l40s, rtx6000ada: 3.2 s left)"
-    view = SiteView("rtx6000ada", long, 123, 16, 200, 107, 1234.5, 2.3456, 0.112, 0.134, 12_345_678)
+    view = SiteView("rtx6000ada", PeerRecord("rtx6000ada"), long, 123, 16, 200, 107, 1234.5, 2.3456)
+    view.record.tally = Tally(100.0, {"straggler_idle": 11.2, "wan_idle": 13.4}, 12_345_678)
     for width in (80, 120):
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(table("t", [view], width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import fields
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.observations import PeerTimes, RoundCommitted
-from geomesh_p2p.lab.report import find_fastest, read_peer, summarise, traffic, write_report
+from geomesh_p2p.lab.figures import Credits, read_peer
+from geomesh_p2p.lab.report import find_fastest, headline, summarise, traffic, write_report
+from geomesh_p2p.lab.table import SiteView, table, title
 from tests.histories import good_story
 
 SITES = ("east", "west")
@@ -229,6 +233,39 @@ def test_unequal_digests_are_said(folder: Path) -> None:
     assert report["digests_equal"] is False
     assert len(report["rounds"][0]["digest"]) == 2
     assert " != " in (folder / "report.md").read_text()
+
+
+def test_the_live_table_and_the_report_have_the_same_figures(folder: Path) -> None:
+    """Over two runs of a mesh: the first two rounds are on disk when the second begins, the others are told to it. west
+    commits its last round without having seen that its part was in it, and tells one round twice."""
+    for site in SITES:
+        write(folder / site / "metrics.jsonl", [line(site, number) for number in (1, 2)])
+        write(folder / site / "history.jsonl", [history(site, number) for number in (1, 2)])
+    views = [SiteView(site, read_peer(folder / site, site)) for site in SITES]
+    credits = Credits(view.record for view in views)
+    told = {site: [line(site, number, credited={"east": 1600, "west": 400}) for number in (3, 3, 4)] for site in SITES}
+    told["west"][-1] |= {"tokens": 0}
+    for view in views:
+        for one in told[view.site]:
+            view.take({"event": "round", **one})
+            credits.take(view.site, one)
+    for site in SITES:
+        write(folder / site / "metrics.jsonl", [*(line(site, number) for number in (1, 2)), *told[site]])
+        write(folder / site / "history.jsonl", [history(site, number) for number in ROUNDS])
+    report = report_of(folder)
+    said = title("toy", 4, 4, views, credits)
+    assert said == "toy: round 4 of 4, 8,000 tokens, straggler idle 9.0%, WAN idle 12.0%"
+    perplexity = "validation perplexity 240.00 -> 12.00"
+    assert headline(report) == f"4 rounds, 8,000 tokens: {perplexity}, straggler idle 9.0%, WAN idle 12.0%"
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(said, views))
+    rows = [row.split() for row in console.export_text().splitlines()[-2:]]
+    for row, view, peer in zip(rows, views, report["peers"], strict=True):
+        idle = [f"{100 * peer[f'{part}_share']:.1f}%" for part in ("straggler_idle", "wan_idle")]
+        assert row[-4:] == [*idle, "504.0", "kB"]
+        assert peer["bytes_sent"] == view.record.tally.bytes_sent == 504_000
+        assert peer["tokens"] == credits.by_site[view.site]
+    assert [peer["tokens"] for peer in report["peers"]] == [6400, 1600]
 
 
 def test_a_killed_peer_leaves_half_a_line_and_one_no_files(folder: Path) -> None:

@@ -22,6 +22,7 @@ from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.errors import ConfigError, TemporaryError
+from geomesh_p2p.lab.figures import Credits, perplexity_before, summarise_round
 from geomesh_p2p.lab.table import SiteView, round_line
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import TOLD
@@ -77,7 +78,7 @@ ROUND = seen.RoundCommitted(
     payload_received={"south": 90},
     overhead_sent={"south": 7},
     overhead_received={"south": 6},
-    round_tokens=800,
+    credited={"north": 400, "south": 400},
 )
 
 
@@ -527,7 +528,7 @@ def test_a_wait_that_is_no_part_of_the_plan_is_not_called_late() -> None:
 
 
 def test_a_committed_round_says_what_is_the_runs_and_what_is_this_peers_own() -> None:
-    line = describe(replace(ROUND, round_tokens=1200))
+    line = describe(replace(ROUND, credited={"north": 400, "south": 800}))
     assert line.startswith("round 5 committed by 2 of 2, 1,200 tokens in 2.8 s; here 400 tokens, loss 2.500, idle 0.2 s for")
     caught_up = describe(replace(ROUND, members=(), tokens=0, loss=None, validation_ppl=None))
     assert caught_up == "round 5 committed by 2, 800 tokens; digest abababababab"
@@ -588,7 +589,10 @@ def test_a_perplexity_is_said_with_the_round_whose_model_it_is_of() -> None:
     """A round's contributions bring the perplexity of the anchor before it; the report's column is by that model's round."""
     assert "perplexity of round 4: 12.00" in describe(ROUND)
     assert describe(seen.Validated(5, 11.0, final=True)) == "perplexity of round 5: 11.000"
-    assert "val ppl of round 4 12.00" in round_line(5, [{**jsonable(ROUND), "digest": "ab"}])
+    view = SiteView("north")
+    view.take({"event": "round", **jsonable(ROUND)})
+    one = summarise_round(5, [view.record], Credits([view.record]))
+    assert "val ppl of round 4 12.00" in round_line(one, perplexity_before(5, [view.record]))
 
 
 def test_events_that_matter_are_told(caplog: pytest.LogCaptureFixture) -> None:
