@@ -62,6 +62,11 @@ class LightEngine:
     def measure(self) -> tuple[BatchTime, ...]:
         return (BatchTime(1, max(self.train_seconds, 1e-3)),)
 
+    speed_depends_on: dict[str, str] = {}  # nothing is measured
+
+    def disagreement(self, curve: tuple[BatchTime, ...]) -> str:
+        return ""
+
     def measure_rate(self, seconds: float) -> float:
         return self.sequence_length / max(self.train_seconds, 1e-3)
 

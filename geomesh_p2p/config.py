@@ -253,7 +253,7 @@ class DeviceSection(Section):
     ranks: PositiveInt = 1
     """So many devices share each batch, from `name` on (cuda:0, cuda:1, ...; on a CPU: replicas). Outside they are one peer."""
     profile: str = ""
-    """Profile file written by `geomesh profile`; empty: measured at start."""
+    """Profile file written by `geomesh profile`; empty: measured at the first start, and again once it no longer holds."""
 
 
 class EmulationSection(Section):

@@ -28,6 +28,7 @@ from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
+from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
@@ -210,10 +211,9 @@ class Peer:
             log.warning("%s", warning)
         me.round, me.digest = resumed.log.round, resumed.log.digest
         self.observe(obs.LogStands(resumed.log.round, resumed.log.tokens))
-        if self.site.emulation is None and not self.site.device.profile:
-            log.info("measuring step times on %s (device.profile, made by `geomesh profile`, saves that)", engine.device_label)
-        profile = Profile(transport.peer, self.name, engine.device_label, await self._beside(engine.measure))
-        (self.folder / "profile.json").write_text(json.dumps([[point.batch, point.seconds] for point in profile.curve]))
+        length, kept = self.run.model.sequence_length, self.folder / "profile.json"
+        curve = await self._beside(lambda: step_times(engine, length, kept, log.info))
+        profile = Profile(transport.peer, self.name, engine.device_label, curve)
 
         directory = Directory(transport, self.run.run.id, is_member=membership.admitted)
         await directory.start()

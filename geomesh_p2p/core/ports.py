@@ -287,6 +287,15 @@ class LocalEngine(Engine, Protocol):
     @property
     def settings(self) -> dict[str, str]: ...
 
+    @property
+    def speed_depends_on(self) -> dict[str, str]:
+        """What `measure` depends on, by name; empty if it measures nothing (an emulated device, a profile given)."""
+        ...
+
+    def disagreement(self, curve: tuple[BatchTime, ...]) -> str:
+        """Why `curve`, once measured here, is wrong now, by a few steps; "" if it holds."""
+        ...
+
     def measure_rate(self, seconds: float) -> float:
         """Tokens a second of real, unpaced steps."""
         ...

@@ -6,26 +6,28 @@ description instead, and every real step then waits until its emulated time has 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
+from geomesh_p2p import __version__
 from geomesh_p2p.config import DeviceSection, EmulationSection
 from geomesh_p2p.core.emulation import emulated_seconds
 from geomesh_p2p.core.types import BatchTime
-from geomesh_p2p.errors import ConfigError, DataError
+from geomesh_p2p.errors import ConfigError
 
 FREE_SHARE = 0.1
 """Share of a GPU's memory that a step leaves free."""
+SAME_PACE = 1.25
+"""Step times within this factor of each other are called the same."""
 
 
 def choose_device(name: str, file: str = "") -> torch.device:
@@ -160,49 +162,56 @@ def _time_batch(
         return None
 
 
+def disagreement(
+    step: Callable[[int], None],
+    device: torch.device,
+    curve: Sequence[BatchTime],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> str:
+    """Why `curve`, measured earlier, is no longer the device's; "" if a few steps of its largest batch fit and take as long."""
+    then = curve[-1]
+    seconds = _time_batch(step, then.batch, device, clock, 0.05)
+    if seconds is None:
+        return f"a step of {then.batch} sequences no longer fits"
+    if not 1 / SAME_PACE < seconds / then.seconds < SAME_PACE:
+        return f"a step of {then.batch} sequences took {then.seconds:.3g} s and now takes {seconds:.3g} s"
+    return ""
+
+
+def speed_depends_on(device: torch.device, section: DeviceSection) -> dict[str, str]:
+    """What of this host and its software step times depend on, by name."""
+    found = {
+        "device": device_label(device),
+        "processor": _processor(),
+        "processors": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "device.ranks": str(section.ranks),
+        "device.max_batch": str(section.max_batch),
+        "geomesh": __version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found["memory"] = str(total)
+        found["free memory, in eighths"] = str(8 * free // total)  # with more of it, larger batches fit
+    return found
+
+
+def _processor() -> str:
+    """Its model, as far as the host tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
 def _host_has_room(batch: int) -> bool:
     """Whether twice the batch would surely fit: what this process uses now, once more, within half of what is free."""
     return batch < 4096 and psutil.Process().memory_info().rss < psutil.virtual_memory().available / 2
-
-
-# ---------------------------------------------------------------- profile files
-
-
-def write_profile(path: Path, label: str, parameters: int, sequence_length: int, curve: Sequence[BatchTime]) -> None:
-    """Writes aside and renames. The file is JSON: device, parameters, sequence_length, curve of [batch, seconds]."""
-    text = json.dumps(
-        {
-            "device": label,
-            "parameters": parameters,
-            "sequence_length": sequence_length,
-            "curve": [[point.batch, point.seconds] for point in curve],
-        },
-        indent=2,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    aside.write_text(text + "\n")
-    aside.replace(path)
-
-
-def read_profile(path: Path, parameters: int, sequence_length: int) -> tuple[BatchTime, ...]:
-    """The curve of a profile file. Raises DataError if it cannot be used, ConfigError if it is of another model."""
-    try:
-        content = json.loads(path.read_text())
-        curve = tuple(BatchTime(int(batch), float(seconds)) for batch, seconds in content["curve"])
-        measured = (int(content["parameters"]), int(content["sequence_length"]))
-    except OSError as error:
-        raise DataError(f"device.profile: {path}: {error.strerror}; write one with `geomesh profile`") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"device.profile: {path} is no profile ({error}); write it anew with `geomesh profile`") from None
-    if measured != (parameters, sequence_length):
-        raise ConfigError(
-            f"device.profile: {path} is of {measured[0]:,} parameters and sequences of {measured[1]}, "
-            f"the run has {parameters:,} and {sequence_length}; write it anew with `geomesh profile`"
-        )
-    if not curve or any(a.batch >= b.batch for a, b in pairwise(curve)) or min(point.seconds for point in curve) <= 0:
-        raise DataError(f"device.profile: {path}: the curve must ascend in batch, with seconds above 0; write it anew")
-    return curve
 
 
 # ---------------------------------------------------------------- emulated devices

@@ -27,6 +27,7 @@ from geomesh_p2p.engine.data import DataManifest, load_corpus
 from geomesh_p2p.engine.evaluate import token_losses
 from geomesh_p2p.engine.feed import Feed, Patience
 from geomesh_p2p.engine.inner import InnerLoop, run_round
+from geomesh_p2p.engine.profiles import read_profile
 from geomesh_p2p.engine.ranks import Ranks
 from geomesh_p2p.engine.tokenizer import load_tokenizer
 from geomesh_p2p.errors import DataError
@@ -62,7 +63,7 @@ class TorchEngine:
         self.corpus.batch(range(1))  # its file is held open from here on
         self._validation = self.corpus.validation()
         self.feed = Feed(self.corpus, Patience(run.dataset.read_seconds), self._warn_of_data)
-        self._profile = devices.read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
+        self._profile = read_profile(profile, self.parameters, run.model.sequence_length) if profile else None
         others = devices.other_ranks(self.device, site.device.ranks)
         ranks = Ranks(self.model, others, lambda: devices.set_threads(site.device, site.emulation is not None))
         self.loop = InnerLoop(self.model, run.inner, devices.wants_bf16(run.model.autocast, self.device), ranks)
@@ -125,6 +126,23 @@ class TorchEngine:
             return tuple(point for point in self._profile if limit is None or point.batch <= limit) or self._profile[:1]
         with _Undone(self):
             return devices.profile(self._trial_step, self.device, limit)
+
+    @property
+    def speed_depends_on(self) -> dict[str, str]:
+        """See ports.LocalEngine."""
+        if self.site.emulation is not None or self._profile is not None:
+            return {}
+        found = devices.speed_depends_on(self.device, self.site.device)
+        found["layout"] = self.layout.digest.hex()[:16]
+        for name in ("model", "inner"):
+            section = getattr(self.run, name).model_dump(mode="json")
+            found |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
+        return found
+
+    def disagreement(self, curve: tuple[BatchTime, ...]) -> str:
+        """See ports.LocalEngine. Weights and inner state stay as they are."""
+        with _Undone(self):
+            return devices.disagreement(self._trial_step, self.device, curve)
 
     def measure_rate(self, seconds: float = 3.0) -> float:
         """Tokens a second of real steps at the largest batch, emulated limit included; for calibration, unpaced."""

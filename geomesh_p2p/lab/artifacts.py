@@ -12,10 +12,10 @@ from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.device import write_profile
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity, token_losses
 from geomesh_p2p.engine.model import FlatModel, build
+from geomesh_p2p.engine.profiles import write_profile
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import ConfigError, DataError
 

@@ -126,7 +126,7 @@ def _curve(site: SiteConfig, run: RunConfig, layout: Layout) -> tuple[BatchTime,
         raise ConfigError(
             f"site {site.site.name}: its speed is not known; run `geomesh profile` there and name the file in device.profile"
         )
-    from geomesh_p2p.engine.device import read_profile
+    from geomesh_p2p.engine.profiles import read_profile
 
     curve = read_profile(Path(site.device.profile), layout.parameters, run.model.sequence_length)
     return tuple(point for point in curve if limit is None or point.batch <= limit) or curve[:1]

@@ -19,8 +19,8 @@ from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import Contribution, Range, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.device import read_profile
 from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.engine.profiles import read_profile
 from geomesh_p2p.errors import ConfigError, DataError, TemporaryError
 from geomesh_p2p.lab.artifacts import evaluate, export, load_anchor, profile
 

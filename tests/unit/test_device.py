@@ -7,6 +7,7 @@ from geomesh_p2p.config import EmulationSection
 from geomesh_p2p.core.emulation import emulated_seconds, time_scale_for
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.engine import device as devices
+from geomesh_p2p.engine import profiles
 from geomesh_p2p.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -108,14 +109,38 @@ def test_a_step_is_timed_by_its_median():
     assert curve == (BatchTime(1, pytest.approx(0.1)),)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.4, ""),
+        (0.45, ""),
+        (0.8, "a step of 8 sequences took 0.4 s and now takes 0.8 s"),
+        (0.2, "a step of 8 sequences took 0.4 s and now takes 0.2 s"),
+        (None, "a step of 8 sequences no longer fits"),
+    ],
+)
+def test_measured_times_hold_while_the_largest_batch_fits_and_keeps_its_pace(seconds, said):
+    clock, tried = FakeTime(), []
+
+    def step(batch):
+        tried.append(batch)
+        if seconds is None:
+            raise torch.OutOfMemoryError
+        clock.pass_by(seconds if len(tried) > 1 else 9.0)  # the first one sets things up
+
+    assert devices.disagreement(step, CPU, (BatchTime(1, 0.1), BatchTime(8, 0.4)), clock=clock) == said
+    assert set(tried) == {8}
+    assert len(tried) <= 4
+
+
 def test_profile_files_are_for_one_model(tmp_path):
     path, curve = tmp_path / "deep" / "profile.json", (BatchTime(1, 0.5), BatchTime(3, 0.75))
-    devices.write_profile(path, "a GPU", 1000, 128, curve)
-    assert devices.read_profile(path, 1000, 128) == curve
+    profiles.write_profile(path, "a GPU", 1000, 128, curve)
+    assert profiles.read_profile(path, 1000, 128) == curve
     assert json.loads(path.read_text())["device"] == "a GPU"
     assert [entry.name for entry in path.parent.iterdir()] == ["profile.json"]
     with pytest.raises(ConfigError, match=r"1,000 parameters and sequences of 128.* 2,000 and 128"):
-        devices.read_profile(path, 2000, 128)
+        profiles.read_profile(path, 2000, 128)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +159,7 @@ def test_a_profile_file_that_cannot_be_used_is_named(tmp_path, text, said):
     if text is not None:
         path.write_text(text)
     with pytest.raises(DataError, match=said) as caught:
-        devices.read_profile(path, 1, 2)
+        profiles.read_profile(path, 1, 2)
     assert str(path) in str(caught.value)
 
 

@@ -11,6 +11,7 @@ from geomesh_p2p.core.ports import Engine
 from geomesh_p2p.core.types import Assignment, BatchTime, Plan, Range, Term
 from geomesh_p2p.engine import device as devices
 from geomesh_p2p.engine import engine as engines
+from geomesh_p2p.engine import profiles
 from geomesh_p2p.engine.engine import TorchEngine, fingerprint_fields
 from geomesh_p2p.engine.evaluate import perplexity
 from geomesh_p2p.errors import ConfigError, DataError
@@ -182,11 +183,30 @@ def test_measuring_leaves_no_trace(make):
 def test_a_profile_file_is_used_instead_of_measuring(make, tmp_path):
     path = tmp_path / "profile.json"
     curve = (BatchTime(1, 0.5), BatchTime(4, 1.0), BatchTime(9, 2.0))
-    devices.write_profile(path, "a GPU", make().parameters, LENGTH, curve)
+    profiles.write_profile(path, "a GPU", make().parameters, LENGTH, curve)
     assert make(site={"device": {"name": "cpu", "profile": str(path)}}).measure() == curve
     assert make(site={"device": {"name": "cpu", "profile": str(path), "max_batch": 5}}).measure() == curve[:2]
     with pytest.raises(ConfigError, match="is of"):
         make(site={"device": {"name": "cpu", "profile": str(path)}}, model={"hidden_size": 16}).measure()
+
+
+def test_measured_step_times_are_agreed_with_while_they_hold(make):
+    engine = make(site={"device": {"name": "cpu", "threads": 1, "max_batch": 2}})
+    untouched = engine.weights().copy()
+    curve = engine.measure()
+    assert "now takes" in engine.disagreement((BatchTime(1, 1e-3), BatchTime(2, 60.0)))
+    assert np.array_equal(untouched, engine.weights())
+    assert engine.loop.state() == {}
+    depends_on = engine.speed_depends_on
+    assert depends_on == make(site={"device": {"name": "cpu", "threads": 1, "max_batch": 2}}).speed_depends_on
+    for other in (
+        make(site={"device": {"name": "cpu", "threads": 1, "max_batch": 3}}),
+        make(model={"gradient_checkpointing": True}),
+        make(inner={"micro_batch": 1}),
+    ):
+        assert other.speed_depends_on != depends_on
+    assert make(site={"emulation": EMULATION}).speed_depends_on == {}, "nothing is measured"
+    assert len(curve) == 2
 
 
 EMULATION = {"device": "H100", "fixed_seconds": 0.5, "sequence_seconds": 0.25, "max_batch": 4, "time_scale": 0.01}

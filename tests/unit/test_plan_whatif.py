@@ -9,8 +9,8 @@ import pytest
 
 from geomesh_p2p.config import EmulationSection, LinkSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core.types import BatchTime
-from geomesh_p2p.engine.device import write_profile
 from geomesh_p2p.engine.model import build, parameter_count
+from geomesh_p2p.engine.profiles import write_profile
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.whatif import (
     forecast,
