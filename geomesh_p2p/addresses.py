@@ -74,12 +74,12 @@ def _peer(text: str) -> str:
     """The last peer id in this part of an address, "" if there is none."""
     parts = text.strip("/").split("/")
     name = next((parts[i + 1] for i in reversed(range(len(parts) - 1)) if parts[i] in ("p2p", "ipfs")), "")
-    if name and not _is_peer_id(name):
+    if name and not is_peer_id(name):
         raise ValueError(f"says {name!r} where a peer id must be: write it like {EXAMPLE}/p2p/12D3KooW...")
     return name
 
 
-def _is_peer_id(text: str) -> bool:
+def is_peer_id(text: str) -> bool:
     """Whether `text` is a multihash in base58: of a key that it holds itself (12D3KooW...), or of its SHA-256 (Qm...)."""
     if not text or len(text) > LONGEST_PEER_ID or not set(text) <= set(BASE58):
         return False
@@ -88,6 +88,16 @@ def _is_peer_id(text: str) -> bool:
         number = number * 58 + BASE58.index(letter)
     packed = bytes(len(text) - len(text.lstrip(BASE58[0]))) + number.to_bytes((number.bit_length() + 7) // 8, "big")
     return len(packed) > 2 and packed[0] in (0x00, 0x12) and packed[1] == len(packed) - 2
+
+
+def allow_problems(allow: Iterable[str]) -> Iterator[Problem]:
+    """Entries of an allow list that are no peer's id, and would let nobody in."""
+    for entry in allow:
+        if not is_peer_id(entry):
+            yield ("net.allow",), (
+                f'net.allow: "{entry}" is not a peer id: write the one that the peer prints when it starts '
+                "(12D3KooW..., also at the end of its address, behind /p2p/)"
+            )
 
 
 def address_problems(listen: str, announce: str, seeds: Iterable[str]) -> Iterator[Problem]:

@@ -12,14 +12,13 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from geomesh_p2p import __version__, environment
-from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError, UnreachableError
+from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError
 
 if TYPE_CHECKING:
     from geomesh_p2p.loading import Resolved, SiteFile
@@ -130,11 +129,14 @@ def _mesh(args: argparse.Namespace) -> int:
 
 def _peer(args: argparse.Namespace) -> int:
     from geomesh_p2p.loading import SiteFile, load_site
+    from geomesh_p2p.seed_files import is_file, read_address
 
     site = SiteFile(Path(args.site), load_site(args.site))
+    seeds: dict[str, str] = {}
     if args.bootstrap:
         reach_seconds = _resolve(args, site).config.net.reach_seconds
-        args.overrides["net.seeds"] = json.dumps([read_address(text, reach_seconds) for text in args.bootstrap])
+        seeds = {read_address(text, reach_seconds): text for text in args.bootstrap}
+        args.overrides["net.seeds"] = json.dumps(list(seeds))
     config = _resolve(args, site).config
     folder = Path(config.run.folder) / config.run.id / site.name
     if args.first and not site.config.site.trains:
@@ -149,27 +151,9 @@ def _peer(args: argparse.Namespace) -> int:
         control_fd_out=args.control_fd_out,
         log_format=args.log_format,
         address_file=args.address_file,
+        seed_files={address: text for address, text in seeds.items() if is_file(text)},
     )
     return run_peer(config, site.config, options, args.make_engine or torch_engine)
-
-
-def read_address(text: str, limit_seconds: float) -> str:
-    """An address as given, or the one in a file (`@FILE`), for which it waits: the founder writes it when it listens."""
-    if not text.startswith("@"):
-        return text
-    path, deadline = Path(text[1:]), time.monotonic() + limit_seconds
-    while True:
-        try:
-            found = path.read_text()
-        except FileNotFoundError:
-            found = ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--bootstrap {text}: cannot be read: {error}") from None
-        if found.endswith("\n"):
-            return found.strip()
-        if time.monotonic() > deadline:
-            raise UnreachableError(f"--bootstrap {text}: no address there after {limit_seconds:g} s (net.reach_seconds)")
-        time.sleep(0.2)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -220,8 +204,7 @@ def _history_verify(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from geomesh_p2p.doctor import doctor, exit_code, report
 
-    seeds = [read_address(text, 0.0) for text in args.bootstrap or ()]
-    findings = doctor(args.run, args.site, seeds, args.overrides, os.environ)
+    findings = doctor(args.run, args.site, args.bootstrap or (), args.overrides, os.environ)
     print(report(findings, args.json))
     return exit_code(findings)
 
@@ -302,7 +285,7 @@ def _parser() -> _Parser:
     peer.add_argument("--site", required=True, metavar="FILE", help="site file: where this peer runs")
     start = peer.add_mutually_exclusive_group()
     start.add_argument("--first", action="store_true", help="found the run")
-    about_seeds = "peers of the run (also by giving the option several times); @FILE: waits for that file"
+    about_seeds = "peers of the run (also by giving the option several times); @FILE: waits for that file, and reads it again"
     start.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help=about_seeds)
     peer.add_argument("--address-file", default="", metavar="FILE", help="write this peer's address there once it listens")
     peer.add_argument("--control-fd-in", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -333,7 +316,7 @@ def _parser() -> _Parser:
     doctor = add("doctor", _doctor, "Check this host, and what a peer would meet here; joins nothing.", keys=False)
     doctor.add_argument("run", nargs="?", metavar="RUN.toml", help="run file: checks data, memory and disk for its model too")
     doctor.add_argument("--site", metavar="FILE", help="site file: where the peer would run")
-    doctor.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help=f"{about_seeds}")
+    doctor.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help="peers of the run, or @FILE with one")
     doctor.add_argument("--json", action="store_true")
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)

@@ -23,6 +23,7 @@ from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core.findings import Finding, fatal, fatals, ok, refused, warning
 from geomesh_p2p.errors import ConfigError, GeoMeshError
 from geomesh_p2p.loading import SiteFile, inspect_run, inspect_site
+from geomesh_p2p.seed_files import read_address
 from geomesh_p2p.swarm import preflight as network
 from geomesh_p2p.swarm.offload import in_own_thread
 
@@ -48,9 +49,10 @@ def doctor(
     overrides: Mapping[str, str],
     env: Mapping[str, str],
 ) -> list[Finding]:
-    """Everything that can be found out without joining, within ten seconds."""
-    run, site, findings = _configuration(run_file, site_file, bootstrap, overrides, env)
-    return findings + asyncio.run(_examine(run, site, run_file is not None))
+    """Everything that can be found out without joining, within ten seconds. `bootstrap`: addresses, or @FILE."""
+    seeds, unread = _addresses(bootstrap)
+    run, site, findings = _configuration(run_file, site_file, seeds, overrides, env)
+    return findings + unread + asyncio.run(_examine(run, site, run_file is not None))
 
 
 def report(findings: Sequence[Finding], as_json: bool) -> str:
@@ -63,6 +65,17 @@ def report(findings: Sequence[Finding], as_json: bool) -> str:
 def exit_code(findings: Iterable[Finding]) -> int:
     """That of the first fatal one."""
     return next((finding.exit_code for finding in fatals(findings)), 0)
+
+
+def _addresses(bootstrap: Sequence[str]) -> tuple[list[str], list[Finding]]:
+    """What is given, and what is in the files given; a finding for each file that has none."""
+    seeds, unread = list[str](), list[Finding]()
+    for text in bootstrap:
+        try:
+            seeds.append(read_address(text, 0.0))
+        except GeoMeshError as error:
+            unread.append(refused("seed", str(error), error.exit_code))
+    return seeds, unread
 
 
 def _configuration(
@@ -95,16 +108,11 @@ def _configuration(
             run = resolved.config if resolved is not None else None
         except ConfigError as error:
             problems.append(str(error))
+    problems = list(dict.fromkeys(problems))                      # a site's own tables are read with both files
     findings = [refused("configuration", problem, ConfigError.exit_code) for problem in problems]
     if not findings and run_file is not None:
         findings = [ok("configuration", f"{run_file} and {site_file} fit together" if site_file else f"{run_file} is sound")]
-    if any(address_problems_of(run)):
-        run = None if run is None else run.model_copy(update={"net": _dialable(run.net)})
     return run, site, findings
-
-
-def address_problems_of(run: RunConfig | None) -> list[str]:
-    return [] if run is None else [text for _, text in address_problems(run.net.listen, run.net.announce, run.net.seeds)]
 
 
 def _dialable(net: NetSection) -> NetSection:
@@ -123,13 +131,21 @@ async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: b
     checks: list[tuple[str, Check]] = [("python", _blocking(_host))]
     scratch = tempfile.TemporaryDirectory(prefix="geomesh-doctor-")
     if run is not None:
-        known, place = run, _folder(run, site)
-        peers = group_size(run)
+        wrong = {key for keys, _ in address_problems(run.net.listen, run.net.announce, run.net.seeds) for key in keys}
+        known = run.model_copy(update={"net": _dialable(run.net)}) if wrong else run
+        place, peers = _folder(run, site), group_size(run)
+        showable = not wrong & {"net.listen", "net.announce"}
+        # Tried once, for both: a try takes the port for a moment, and so does the daemon that meets the seeds.
+        port = asyncio.ensure_future(in_own_thread(lambda: network.listen_port(known.net)))
+
+        async def addresses() -> list[Finding]:
+            found = [await port] if known.net.listen == run.net.listen else []
+            return found + await in_own_thread(lambda: _network(known, place, peers, showable))
 
         async def seeds() -> list[Finding]:
-            return await network.meet_seeds(known.net, Path(scratch.name))
+            return await network.meet_seeds(known.net, Path(scratch.name), (await port).level == "ok", showable)
 
-        checks.append(("ports and addresses", _blocking(lambda: _network(known, place, peers, 0.0))))
+        checks.append(("ports and addresses", addresses))
         checks.append(("seeds", seeds))
         if with_model:
             who = site or SiteConfig.model_validate({"site": {"name": "none"}})
@@ -150,7 +166,7 @@ async def preflight(run: RunConfig, site: SiteConfig, folder: Path, with_model: 
     peers = group_size(run)
     checks: list[tuple[str, Check]] = [
         ("python", _blocking(_host)),
-        ("ports and addresses", _blocking(lambda: _network(run, folder, peers, PORT_PATIENCE_SECONDS))),
+        ("ports and addresses", _blocking(lambda: _at_start(run, folder, peers))),
     ]
     if with_model:
         checks.append(("data, memory, disk", _blocking(lambda: _engine(run, site, folder, peers))))
@@ -213,17 +229,21 @@ def _packages() -> list[Finding]:
     return [ok("packages", "all that is needed is there, in versions that go together")]
 
 
-def _network(run: RunConfig, folder: Path, peers: int, patience_seconds: float) -> list[Finding]:
+def _network(run: RunConfig, folder: Path, peers: int, showable: bool = True, patience_seconds: float = 0.0) -> list[Finding]:
+    """But for the port to listen on and the daemon. `showable`: the addresses to listen on and to announce are in order."""
     net = run.net
     return [
-        network.listen_port(net, patience_seconds),
         network.metrics_port(run.metrics),
-        *network.announced(net),
+        *(network.announced(net) if showable else []),
         network.open_files(peers, net.streams),
-        network.daemon_binary(),
         *network.join_secret(net.join_secret_file),
         network.identity(folder / "identity.key", patience_seconds),
     ]
+
+
+def _at_start(run: RunConfig, folder: Path, peers: int) -> list[Finding]:
+    port = network.listen_port(run.net, PORT_PATIENCE_SECONDS)
+    return [port, network.daemon_binary(), *_network(run, folder, peers, patience_seconds=PORT_PATIENCE_SECONDS)]
 
 
 def _engine(run: RunConfig, site: SiteConfig, folder: Path, peers: int) -> list[Finding]:

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from geomesh_p2p.addresses import address_problems
+from geomesh_p2p.addresses import address_problems, allow_problems
 from geomesh_p2p.config import MetricsSection, NetSection, RunConfig, SiteConfig
 from geomesh_p2p.errors import ConfigError
 
 ENV_PREFIX = "GEOMESH_"
 DEFAULT = "default"
+UNKNOWN_STEP = "correct it, or leave it out"
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -209,6 +210,7 @@ def run_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("planner.max_steps_ratio",), f"{show('planner.max_steps_ratio')} must be at least 1"
     if config.net.heartbeat_seconds * 2 > config.net.heartbeat_limit_seconds:
         yield clash("net.heartbeat_seconds", "net.heartbeat_limit_seconds", "be at most half of")
+    yield from allow_problems(config.net.allow)
     yield from address_problems(config.net.listen, config.net.announce, config.net.seeds)
 
 
@@ -252,7 +254,7 @@ def _put_text(data: dict[str, Any], origins: dict[str, str], key: str, text: str
 def _from_text(key: str, text: str, origin: str) -> Any:
     field = run_keys().get(key)
     if field is None:
-        raise ConfigError(f"{origin}: unknown key {key}{_nearest_key(key.split('.'), RunConfig)}")
+        raise ConfigError(f"{origin}: unknown key {key}{_nearest_key(key.split('.'), RunConfig)}: {UNKNOWN_STEP}")
     try:
         return _parse(text, field.annotation)
     except json.JSONDecodeError as error:
@@ -317,9 +319,9 @@ def _in_words(
     key = ".".join(path)
     where = origins.get(".".join(path[:2]), file)
     if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}"
+        return f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}: {UNKNOWN_STEP}"
     if problem["type"] == "missing":
-        return f"{where}: {key} is missing"
+        return f"{where}: {key} is missing: add it"
     reason = re.sub(r"^(Input|String|Object) should", "should", problem["msg"])
     reason = reason.replace("an object", "a table").replace("valid array", "list")
     return f"{where}: {key} = {json.dumps(problem['input'], default=str)}: {reason}"

@@ -10,9 +10,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
+from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
 from geomesh_p2p.swarm.budgets import Complaints
@@ -78,6 +79,8 @@ class PeerOptions:
     control_fd_out: int | None = None
     log_format: logs.LogFormat = "console"
     address_file: str = ""
+    seed_files: Mapping[str, str] = field(default_factory=dict)
+    """Seeds that were read from a file (@FILE), by the address that was in it."""
 
 
 def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine: MakeEngine = torch_engine) -> int:
@@ -180,10 +183,13 @@ class Peer:
             on_daemon_exit=self._daemon_died,
         )
         self._open_telemetry(transport.peer, closing)
+        transport.seed_files = SeedFiles(self.options.seed_files)
         transport.budgets.admitted, transport.on_other_version = front.admitted, front.other_version
         front.complaints = transport.budgets.complaints
         await transport.start(front.receive, front.answer)
         try:
+            if self.in_the_run:
+                self._tell_others_way_in(transport.addresses()[0])
             self._announce_address(transport.addresses())
             return await self._take_part(store, transport, front)
         finally:
@@ -201,8 +207,11 @@ class Peer:
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:
             log.warning("%s", warning)
+        was_in = self.in_the_run
         founding = me.founding = await self._founding(store, engine, transport, membership)
         transport.run = founding.run
+        if not was_in:
+            self._tell_others_way_in(transport.addresses()[0])
 
         snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
         settings = (engine.layout, self.run.codec, self.run.outer)
@@ -321,11 +330,20 @@ class Peer:
 
     def _announce_address(self, addresses: tuple[str, ...]) -> None:
         (self.folder / "port").write_text(str(parse(addresses[0], "net.announce").port))
-        log.info("others join with: --bootstrap %s", addresses[0])
         if self.options.address_file:
             replace_text(Path(self.options.address_file), addresses[0] + "\n")
         if self.control is not None:
             self.control.tell("address", address=addresses[0])
+
+    @property
+    def in_the_run(self) -> bool:
+        """As its founder, or because it was admitted, now or at an earlier start: it may tell others how to join."""
+        return self.options.first or self.joined
+
+    def _tell_others_way_in(self, address: str) -> None:
+        log.info("others join with: --bootstrap %s%s", address, self.admission.needs)
+        if not self.admission.closed:
+            log.info("this run is open: whoever reaches it may join (see net.allow and net.join_secret_file)")
 
     def _met(self, meeting: asyncio.Future[None]) -> None:
         error = None if meeting.cancelled() else meeting.exception()
@@ -345,8 +363,6 @@ class Peer:
     def _admission(self) -> Admission:
         net = self.run.net
         secret = read_secret(Path(net.join_secret_file)) if net.join_secret_file else b""
-        if not secret and not net.allow:
-            log.info("this run is open: whoever reaches it may join (see net.allow and net.join_secret_file)")
         return Admission(frozenset(net.allow), secret)
 
     async def _calibrate(self, engine: LocalEngine) -> None:

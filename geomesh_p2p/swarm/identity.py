@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,10 +127,24 @@ def _public(key_type: int, data: bytes) -> bytes:
 
 def read_secret(path: Path) -> bytes:
     """Raises ConfigError; an empty secret would open the run to everybody."""
+    setting = f"net.join_secret_file = {str(path)!r}"
     try:
         secret = path.read_bytes().strip()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting} cannot be read ({error.strerror}): {_secret_step(path)}") from None
     except OSError as error:
-        raise ConfigError(f"net.join_secret_file = {str(path)!r} cannot be read: {error.strerror}") from None
+        step = "name a file that this user can read, or mend its rights"
+        raise ConfigError(f"{setting} cannot be read ({error.strerror}): {step}") from None
     if not secret:
-        raise ConfigError(f"net.join_secret_file = {str(path)!r} is empty: write the run's secret to it")
+        raise ConfigError(f"{setting} is empty: {_secret_step(path)}")
     return secret
+
+
+def _secret_step(path: Path) -> str:
+    return f"copy the run's secret there, or make one for a new run ({making_a_secret(path)})"
+
+
+def making_a_secret(path: Path) -> str:
+    """The command that makes a secret that cannot be guessed, readable by its owner alone."""
+    file = shlex.quote(str(path))
+    return f"head -c 32 /dev/urandom | base64 > {file} && chmod 600 {file}"

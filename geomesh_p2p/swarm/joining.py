@@ -24,6 +24,7 @@ log = logging.getLogger("geomesh")
 DIRECTORY_SECONDS = 10.0
 STARTING_SECONDS = 2.0           # a seed that has not answered a greeting by then is still starting
 EAGER_DIRECTORY_SECONDS = 1.0
+LOOK_SECONDS = 1.0               # from one look at the files that seeds come from to the next
 
 
 def found(membership: Membership, seed: int, weights: Digest) -> Founding:
@@ -39,10 +40,12 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
     A refusal that may pass (a name is taken until its holder, perhaps this peer's former self, is taken for lost) is final
     once it has stood for twice that long."""
     deadline = time.monotonic() + net.reach_seconds
+    addresses = await transport.newest_seeds(net.seeds)
     seeds = await transport.connect_seeds(net.seeds)
     if not seeds:
         raise ConfigError("net.seeds names nobody but this peer: give the address of another one, or pass --first")
     refused_since, silent_since, told = None, time.monotonic(), False
+    look_at = silent_since + LOOK_SECONDS
     while (founding := membership.heard_founding) is None:
         now = time.monotonic()
         refused = next((membership.refused_by[seed] for seed in seeds if seed in membership.refused_by), None)
@@ -63,6 +66,10 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
                 "%s is there but does not speak for the run yet: it is still starting (it loads its model and data first); "
                 "waiting for it, at most %.0f s more (net.reach_seconds)", ", ".join(seeds), deadline - now,
             )  # fmt: skip
+        if now > look_at:
+            newest, look_at = await transport.newest_seeds(net.seeds), now + LOOK_SECONDS
+            if newest != addresses and (reached := await transport.connect_seeds(net.seeds, required=False, warn=False)):
+                seeds, addresses = reached, newest
         for peer in seeds:
             membership.greet(peer, time.monotonic())
         await asyncio.sleep(0.05)
@@ -81,11 +88,12 @@ async def keep_meeting(
     """Keep the own record alive in the directory, and greet whom it lists, the seeds, and, while nobody is heard, whom this
     peer knew before, until cancelled. Raises RefusedError if a seed refuses this peer and there is nobody else."""
     me = membership.me
-    seeds = {peer: seed for seed in net.seeds if (peer := parse(seed, "net.seeds").peer) != me.peer}
+    seeds = await _others(transport, net, me.peer)
     eager_until = time.monotonic() + net.reach_seconds
-    dialling = asyncio.ensure_future(_keep_dialling(transport, membership, seeds, known, eager_until))
+    dialling = asyncio.ensure_future(_keep_dialling(transport, membership, net, known, eager_until))
     try:
         while True:
+            seeds = await _others(transport, net, me.peer)
             refused = [membership.refused_by[seed] for seed in seeds if seed in membership.refused_by]
             if not membership.known and refused and refused[0].final:
                 raise refusal(refused[0])
@@ -109,12 +117,13 @@ async def keep_meeting(
 
 
 async def _keep_dialling(
-    transport: Libp2pTransport, membership: Membership, seeds: dict[PeerId, str], known: Acquaintances, eager_until: float
+    transport: Libp2pTransport, membership: Membership, net: NetSection, known: Acquaintances, eager_until: float
 ) -> None:
     """Dial and greet seeds that are not heard: at a start of all peers one may come later, or the first greeting get lost.
     While nobody at all is heard, also those met before."""
     warn = True
     while True:
+        seeds = await _others(transport, net, membership.me.peer)
         live = {acquaintance.peer for acquaintance in membership.live(time.monotonic())}
         missing = [address for peer, address in seeds.items() if peer not in live]
         former = known.addresses(but=seeds) if not live else ()
@@ -126,6 +135,12 @@ async def _keep_dialling(
             membership.greet(peer, time.monotonic())
         warn = warn and not missing
         await asyncio.sleep(_pause(eager_until))
+
+
+async def _others(transport: Libp2pTransport, net: NetSection, me: PeerId) -> dict[PeerId, str]:
+    """The seeds as they are to be dialled by now, but for this peer."""
+    newest = await transport.newest_seeds(net.seeds)
+    return {peer: seed for seed in newest if (peer := parse(seed, "net.seeds").peer) != me}
 
 
 def _pause(eager_until: float) -> float:

@@ -49,6 +49,17 @@ class Admission:
     allow: frozenset[PeerId] = frozenset()
     secret: bytes = b""
 
+    @property
+    def closed(self) -> bool:
+        return bool(self.allow or self.secret)
+
+    @property
+    def needs(self) -> str:
+        """What others need to join besides an address, in words to put behind it; empty in an open run."""
+        listed = "their peer ids in net.allow here" if self.allow else ""
+        secret = "the same net.join_secret_file" if self.secret else ""
+        return f" (they need {' and '.join(filter(None, (secret, listed)))})" if self.closed else ""
+
     def proof(self, prover: PeerId, verifier: PeerId) -> bytes:
         """HMAC-SHA256 over both authenticated ids; empty without a secret."""
         if not self.secret:
@@ -61,6 +72,15 @@ class Admission:
         if self.secret and not hmac.compare_digest(proof, self.proof(peer, me)):
             return "the join secret was not proved (net.join_secret_file)"
         return ""
+
+    def way_in(self, peer: PeerId) -> str:
+        """What `peer`, which is refused, is to ask those for who are in the run."""
+        asked = []
+        if self.allow and peer not in self.allow:
+            asked.append("to add this peer id to net.allow on all of their peers")
+        if self.secret:
+            asked.append("for the secret that net.join_secret_file must hold here")
+        return f"ask those who run its peers {' and '.join(asked)}"
 
 
 @dataclass
@@ -134,6 +154,8 @@ class Membership:
         if reason:
             remember(self.refused, sender, reason)
             self._complain(sender, "refused_peer", f"{sender} (site {hello.site[:32]!r}) is refused: {reason}")
+            if reason == self.admission.refusal(self.me.peer, sender, hello.proof):
+                reason = f"{reason}: {self.admission.way_in(sender)}"
             self._send(sender, Refused(reason, final))
             return False
         self.refused.pop(sender, None)

@@ -24,11 +24,12 @@ from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, TemporaryEr
 from geomesh_p2p.swarm.addresses import answering, check_port_free, port_owner
 from geomesh_p2p.swarm.budgets import MEMBER
 from geomesh_p2p.swarm.clocks import ADVICE, TOLERATED_SECONDS, answer_clock, measure
-from geomesh_p2p.swarm.identity import load_identity, read_secret
+from geomesh_p2p.swarm.identity import load_identity, making_a_secret, read_secret
 from geomesh_p2p.swarm.transport import Libp2pTransport, dial_reason
 
 SEED_SECONDS = 4.0
 OWN_FILES = 128                  # of a peer alone: libraries, logs, sockets, the daemon's pipes
+LEAST_SECRET_BYTES = 16
 TEMPORARY = TemporaryError.exit_code
 
 
@@ -156,16 +157,20 @@ def join_secret(file: str) -> list[Finding]:
         return []
     path = Path(file)
     try:
-        read_secret(path)
+        length = len(read_secret(path))
         mode = stat.S_IMODE(path.stat().st_mode)
     except ConfigError as error:
         return [refused("join secret", str(error), error.exit_code)]
     except OSError as error:
         return [fatal("join secret", f"{path}: {error.strerror}", "see to its rights", ConfigError.exit_code)]
+    found = []
     if mode & 0o077:
         text = f"net.join_secret_file: {path} can be read by other users (mode {mode:03o})"
-        return [warning("join secret", text, f"chmod 600 {path}")]
-    return [ok("join secret", f"net.join_secret_file: {path} is there, and this user's alone")]
+        found.append(warning("join secret", text, f"chmod 600 {path}"))
+    if length < LEAST_SECRET_BYTES:
+        text = f"net.join_secret_file: the secret in {path} can be guessed ({length} bytes, not {LEAST_SECRET_BYTES})"
+        found.append(warning("join secret", text, f"make another one for all peers of the run ({making_a_secret(path)})"))
+    return found or [ok("join secret", f"net.join_secret_file: {path} is there, and this user's alone")]
 
 
 def identity(path: Path, patience_seconds: float = 0.0) -> Finding:
@@ -212,11 +217,15 @@ def _running_daemons() -> list[tuple[int, Path]]:
 # ---------------------------------------------------------------- the seeds
 
 
-async def meet_seeds(net: NetSection, folder: Path) -> list[Finding]:
+async def meet_seeds(net: NetSection, folder: Path, port_free: bool, reach: bool = True) -> list[Finding]:
     """Start a daemon on a key of its own in `folder`, where the peer would listen if that is free; dial the address that the
-    peer would announce, and ask each seed: is it there, is it who it should be, what time has it. One finding an address."""
+    peer would announce if `reach`, and ask each seed: is it there, is it who it should be, what time has it. One finding an
+    address."""
+    binary = daemon_binary()
+    if binary.level != "ok":
+        return [binary]
     listen = parse_address(net.listen)
-    open_to_others = listen.port != 0 and not listen.loopback and listen_port(net).level == "ok"
+    open_to_others = listen.port != 0 and not listen.loopback and port_free
     alone = net.model_copy(
         update={
             "listen": net.listen if open_to_others else "/ip4/127.0.0.1/tcp/0",
@@ -231,9 +240,9 @@ async def meet_seeds(net: NetSection, folder: Path) -> list[Finding]:
         return [refused("libp2p daemon", str(error), error.exit_code)]
     try:
         started = ok("libp2p daemon", f"{_daemon_path()} starts")
-        reach = [_reach_oneself(parse_address(net.announce or net.listen))] if open_to_others else []
+        own = [_reach_oneself(parse_address(net.announce or net.listen))] if open_to_others and reach else []
         met = asyncio.gather(*(_meet(transport, seed) for seed in net.seeds))
-        reachable, per_seed = await asyncio.gather(*reach), await met
+        reachable, per_seed = await asyncio.gather(*own), await met
     finally:
         await transport.stop()
     findings = [started, *reachable]

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hivemind.p2p import P2P
@@ -23,12 +23,14 @@ from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError, UnreachableError
+from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.addresses import MOST_ADDRESSES, Address, answering, check_addresses, check_port_free, parse
 from geomesh_p2p.swarm.budgets import REMEMBERED_STRANGERS, Budgets, OverBudget
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
 from geomesh_p2p.swarm.links import LinkTable
+from geomesh_p2p.swarm.offload import in_own_thread
 from geomesh_p2p.swarm.relaying import Circuits, choose_route, learn_caps, relay_of, start_daemon
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.shaping import Shape
@@ -55,6 +57,15 @@ def shape_of(link: LinkSection) -> Shape:
     return Shape(link.rtt_ms / 2000.0, link.mbps * 1e6 / 8 if link.mbps is not None else None)
 
 
+@dataclass
+class _Dial:
+    """A seed as given, the address that is dialled for it by now, and why it has not answered, empty once it has."""
+
+    seed: str
+    target: Address
+    why: str = "no answer yet"
+
+
 class Libp2pTransport:
     """Made and used in one event loop. Checks its addresses when made (ConfigError); open() starts the daemon, start() opens
     the doors. `links` emulates the ways to other sites, by site name or `default`; a peer's site is read from its greetings.
@@ -75,6 +86,7 @@ class Libp2pTransport:
         self.run = b""
         self.links = LinkTable(on_rate=lambda peer, rate: self._watch.measured(self._remote(peer), rate))
         self.budgets = Budgets(warn=lambda reason, text: self._on_warning(reason, text))
+        self.seed_files = SeedFiles()
         self.on_other_version: OnOtherVersion = lambda peer, version: None
         self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
         self._default_shape = self._emulated.get("default", Shape())
@@ -169,14 +181,13 @@ class Libp2pTransport:
         """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not if asked.
 
         If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a reason
-        per address if `required`, else nobody was reached.
+        per address if `required`, else nobody was reached. A seed from a file is read again before each try.
         """
-        targets = [parse(seed, "net.seeds") for seed in seeds]
-        targets = [target for target in targets if target.peer and target.peer != self.peer]
-        if not targets:
+        now = [parse(seed, "net.seeds") for seed in await self.newest_seeds(seeds)]
+        dials = [_Dial(seed, target) for seed, target in zip(seeds, now, strict=True) if target.peer not in ("", self.peer)]
+        if not dials:
             return ()
-        outcomes = {target.text: "no answer yet" for target in targets}
-        tries = {asyncio.create_task(self._reach(target, outcomes)) for target in targets}
+        tries = {asyncio.create_task(self._reach(dial)) for dial in dials}
         patience = self.net.reach_seconds if required else min(self.net.reach_seconds, DIAL_SECONDS)
         try:
             done, _ = await asyncio.wait(tries, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -185,35 +196,47 @@ class Libp2pTransport:
         finally:
             for task in tries:
                 task.cancel()
-        reached = tuple(target.peer for target in targets if target.text not in outcomes)
+        reached = tuple(dial.target.peer for dial in dials if not dial.why)
+        missed = {dial.target.text: dial.why for dial in dials if dial.why}
         if not reached and required:
-            reasons = "; ".join(f"{address}: {why}" for address, why in outcomes.items())
+            reasons = "; ".join(f"{address}: {why}" for address, why in missed.items())
             raise UnreachableError(
                 f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): {reasons}: check that a peer of "
                 "the run is up there and that its port is open"
             )
-        for address, why in outcomes.items() if warn else ():
+        for address, why in missed.items() if warn else ():
             self._on_warning("seed_unreachable", f"seed {address}: {why}")
         return reached
 
-    async def _reach(self, target: Address, outcomes: dict[str, str]) -> None:
-        """Dial until it answers; `outcomes` has the newest reason, or nothing once it has."""
+    async def newest_seeds(self, seeds: Sequence[str]) -> tuple[str, ...]:
+        """`seeds` as their files have them by now; those that are not from files as they are."""
+        if not self.seed_files:
+            return tuple(seeds)
+        files = self.seed_files
+        return await in_own_thread(lambda: tuple(files.newest(seed) for seed in seeds))
+
+    async def _reach(self, dial: _Dial) -> None:
+        """Dial until it answers."""
         pause = 0.5
         while True:
             try:
                 async with asyncio.timeout(DIAL_SECONDS):
-                    await self._dial(target)
-                del outcomes[target.text]
-                self._met_peers[target.peer] = None
+                    await self._dial(dial.target)
+                dial.why = ""
+                self._met_peers[dial.target.peer] = None
                 return
             except TimeoutError:
-                outcomes[target.text] = f"no answer within {DIAL_SECONDS:g} s"
+                dial.why = f"no answer within {DIAL_SECONDS:g} s"
             except Unreachable as error:
-                reason = dial_reason(str(error), target.text)
+                reason = dial_reason(str(error), dial.target.text)
                 if reason != BACKING_OFF:  # libp2p has not tried this time: what it found before holds
-                    outcomes[target.text] = reason
+                    dial.why = reason
             await asyncio.sleep(pause)
-            pause = min(pause * 2, 8.0)
+            newest = parse((await self.newest_seeds((dial.seed,)))[0], "net.seeds")
+            if newest != dial.target and newest.peer != self.peer:
+                dial.target, pause = newest, 0.5
+            else:
+                pause = min(pause * 2, 8.0)
 
     async def _dial(self, target: Address) -> None:
         """Raises Unreachable. An address is believed once it has answered: the peer may be connected from another one."""

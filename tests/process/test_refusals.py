@@ -154,13 +154,15 @@ def test_a_stop_before_the_run_is_joined(run: Run, number: signal.Signals) -> No
     words = run.words("b", "--bootstrap", nobody, "--net.reach_seconds", "600", "--run.folder", "early")
     with subprocess.Popen(words, cwd=run.folder, env=run.environment, stderr=subprocess.PIPE, text=True) as peer:
         assert peer.stderr is not None
-        while "others join with" not in next(peer.stderr):
-            pass
+        log = [next(peer.stderr)]
+        while "metrics on" not in log[-1]:
+            log.append(next(peer.stderr))
         peer.send_signal(number)
         rest = peer.stderr.read()
     assert peer.returncode == 128 + number
     assert rest.count("\n") == 1, rest
     assert f"stopped before the run was joined: signal {number.name}" in rest
+    assert not [line for line in [*log, rest] if "others join with" in line or "this run is open" in line], "it is not in it"
     assert not (run.folder / "early").exists()
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,18 +151,6 @@ def test_seeds_given_one_by_one_are_all_kept(run_file: Path, tmp_path: Path, mon
     words = ["peer", str(run_file), "--site", str(site), "--bootstrap", addresses[0], "--bootstrap", *addresses[1:]]
     assert cli.main(words) == 0
     assert seeds == addresses
-
-
-def test_an_address_may_come_from_a_file_that_is_not_yet_there(tmp_path: Path) -> None:
-    path = tmp_path / "address"
-    assert cli.read_address("/ip4/1.2.3.4/tcp/1/p2p/QmA", 0) == "/ip4/1.2.3.4/tcp/1/p2p/QmA"
-    with pytest.raises(UnreachableError, match=r"net\.reach_seconds"):
-        cli.read_address(f"@{path}", 0)
-    path.write_text("/ip4/1.2.3.4")                               # half written: no newline yet
-    timer = threading.Timer(0.05, path.write_text, ("/ip4/1.2.3.4/tcp/1/p2p/QmA\n",))
-    timer.start()
-    assert cli.read_address(f"@{path}", 30) == "/ip4/1.2.3.4/tcp/1/p2p/QmA"
-    timer.join()
 
 
 def test_messages_name_only_commands_that_there_are() -> None:

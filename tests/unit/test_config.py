@@ -107,7 +107,7 @@ def test_flag_beats_variable_beats_site_beats_file_beats_default(tmp_path: Path)
         ("planner.mode", "uniform", "uniform"),
         ("planner.fixed", '{"north": [8, 20]}', {"north": (8, 20)}),
         ("net.allow", "", ()),
-        ("net.allow", "QmA, QmB", ("QmA", "QmB")),
+        ("net.allow", f"{PEER}, {RELAY}", (PEER, RELAY)),
     ],
 )
 def test_text_of_flags_and_variables_becomes_the_fields_type(tmp_path: Path, key: str, text: str, value: object) -> None:

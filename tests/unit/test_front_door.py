@@ -53,3 +53,25 @@ def test_an_observer_that_fails_ends_no_peer_and_is_told_once(tmp_path: Path, ca
     assert len(heard) == 3
     told = [record.getMessage() for record in caplog.records]
     assert told == ["function cannot take Warned: the peer goes on, please report this"]
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_only_who_is_in_the_run_tells_others_how_to_join_and_what_they_need(
+    secret: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "secret").write_text("a secret of some length")
+    net = {"join_secret_file": str(tmp_path / "secret")} if secret else {}
+    run = RunConfig.model_validate({"run": {"id": "toy"}, "net": net})
+    site = SiteConfig.model_validate({"site": {"name": "a"}})
+    newcomer = Peer(run, site, PeerOptions(), tmp_path)
+    newcomer.admission = newcomer._admission()
+    assert (newcomer.in_the_run, caplog.records) == (False, []), "nothing is said before it is admitted"
+    newcomer.joined = True
+    assert newcomer.in_the_run
+    assert Peer(run, site, PeerOptions(first=True), tmp_path).in_the_run
+    with caplog.at_level("INFO"):
+        newcomer._tell_others_way_in("/ip4/127.0.0.1/tcp/1/p2p/me")
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].startswith("others join with: --bootstrap /ip4/127.0.0.1/tcp/1/p2p/me")
+    assert ("the same net.join_secret_file" in told[0]) is secret
+    assert any("this run is open" in line for line in told) is not secret

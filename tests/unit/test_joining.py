@@ -31,6 +31,10 @@ class Host:
         self.asked: list[tuple[str, ...]] = []
         self.learnt: dict[str, tuple[str, ...]] = {}
         self.greeted = 0
+        self.moved: dict[str, str] = {}
+
+    async def newest_seeds(self, seeds: Sequence[str]) -> tuple[str, ...]:
+        return tuple(self.moved.get(seed, seed) for seed in seeds)
 
     def addresses(self) -> tuple[str, ...]:
         return ("/ip4/127.0.0.1/tcp/4101/p2p/me",)
@@ -174,10 +178,61 @@ async def test_a_seed_without_this_peers_join_secret_is_told_at_once(tmp_path: P
     async def connect_seeds(seeds: Sequence[str]) -> tuple[str, ...]:
         return (SEED,)
 
-    transport: Any = SimpleNamespace(connect_seeds=connect_seeds)
+    transport: Any = SimpleNamespace(connect_seeds=connect_seeds, newest_seeds=Host().newest_seeds)
     joining_it = asyncio.create_task(joining.join(transport, membership, NET, b"w" * 32))
     await until(lambda: any(isinstance(message, Hello) for message in sent))
     assert not joining_it.done()
     membership.on_hello(SEED, open_seed.hello("me"), asyncio.get_running_loop().time())
     with pytest.raises(RefusedError, match=r"the join secret was not proved \(net.join_secret_file\)"):
         await asyncio.wait_for(joining_it, 10.0)
+
+
+async def test_who_waits_for_a_founder_follows_it_to_another_address_and_another_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The founder was there when it was dialled, and starts anew elsewhere, under another id, before it has answered."""
+    monkeypatch.setattr(joining, "LOOK_SECONDS", 0.01)
+    other = "12D3KooWN3KhwZA84KG8Q9JGqrUWdacwffsYMNYbs72cCUgPHxXq"
+    moved = f"/ip4/127.0.0.1/tcp/4200/p2p/{other}"
+    founding, host, connected, sent = Founding(b"f" * 32, b"nonce", 0, b"w" * 32, other), Host(), list[bool](), list[str]()
+    membership = Membership(Self("me", "site-me", True, b"f" * 32, {}), Admission(), lambda to, _: sent.append(to), 5.0)
+
+    async def connect_seeds(seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[str, ...]:
+        connected.append(required)
+        return (other,) if host.moved else (SEED,)
+
+    transport: Any = SimpleNamespace(connect_seeds=connect_seeds, newest_seeds=host.newest_seeds)
+    joining_it = asyncio.create_task(joining.join(transport, membership, NET, b"w" * 32))
+    await until(lambda: SEED in sent)
+    host.moved = {NET.seeds[0]: moved}
+    await until(lambda: other in sent)
+    assert connected == [True, False]
+    founder = Membership(Self(other, "site-a", True, b"f" * 32, {}, founding), Admission(), lambda *_: None, 5.0)
+    membership.on_hello(other, founder.hello("me"), asyncio.get_running_loop().time())
+    assert await asyncio.wait_for(joining_it, 10.0) == founding
+
+
+async def test_a_member_dials_a_seed_where_its_file_says_that_it_is_now(meeting: Any) -> None:
+    host, moved = Host(unreachable=10_000), f"/ip4/127.0.0.1/tcp/4200/p2p/{SEED}"
+    _, task = meeting(host)
+    await until(lambda: host.asked == [NET.seeds])
+    host.moved = {NET.seeds[0]: moved}
+    await until(lambda: host.asked[-1] == (moved,))
+    await ended(task)
+
+
+@pytest.mark.parametrize(("allow", "secret"), [(True, False), (False, True), (True, True)])
+async def test_a_stranger_is_told_what_to_ask_for_and_those_in_the_run_what_others_need(allow: bool, secret: bool) -> None:
+    admission = Admission(frozenset({SEED} if allow else ()), b"secret" if secret else b"")
+    told, said = list[Any](), list[str]()
+    me = Self(SEED, "site-seed", True, b"f" * 32, {})
+    membership = Membership(me, admission, lambda _, message: told.append(message), 5.0, lambda *words: said.append(words[-1]))
+    stranger = Membership(Self("me", "site-me", True, b"f" * 32, {}), Admission(), lambda *_: None, 5.0)
+    membership.on_hello("me", stranger.hello(SEED), 0.0)
+    (refused,), (line,) = told, said
+    words = str(joining.refusal(refused))
+    assert "the run refuses this peer: " in words
+    assert ["add this peer id to net.allow" in words, "secret that net.join_secret_file" in words] == [allow, secret]
+    assert "ask those who run its peers" not in line, "that is who reads it"
+    assert ["net.allow" in admission.needs, "same net.join_secret_file" in admission.needs] == [allow, secret]
+    assert (Admission().needs, Admission().closed) == ("", False)

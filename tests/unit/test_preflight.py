@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from geomesh_p2p import cli, environment
+from geomesh_p2p import cli, doctor, environment
 from geomesh_p2p.config import MetricsSection, NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core import findings
 from geomesh_p2p.core.findings import Finding
 from geomesh_p2p.engine import preflight as host
 from geomesh_p2p.engine.checkpoint import DiskStore
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.loading import inspect_run, load_run
 from geomesh_p2p.swarm import preflight as network
 from geomesh_p2p.swarm.clocks import ClockWatch, Offset
-from geomesh_p2p.swarm.identity import load_identity
+from geomesh_p2p.swarm.identity import load_identity, making_a_secret
 from tests.injection.proof import fired, inject, injecting
 
 SEED = "/ip4/8.8.8.8/tcp/31337/p2p/12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
@@ -138,12 +140,72 @@ def test_the_join_secret_must_be_readable_and_nobody_elses(tmp_path: Path) -> No
     assert (missing.level, missing.exit_code, "net.join_secret_file" in missing.text) == ("fatal", 2, True)
     path.write_text("\n")
     assert network.join_secret(str(path))[0].level == "fatal"
-    path.write_text("hush\n")
+    path.write_text("hush" * 4 + "\n")
     path.chmod(0o644)
     (seen,) = network.join_secret(str(path))
     assert (seen.level, seen.next_step, "mode 644" in seen.text) == ("warning", f"chmod 600 {path}", True)
     path.chmod(0o600)
     assert network.join_secret(str(path))[0].level == "ok"
+    path.write_text(" hush\n")
+    (short,) = network.join_secret(str(path))
+    assert (short.level, "4 bytes, not 16" in short.text, "urandom" in short.next_step) == ("warning", True, True)
+    path.chmod(0o640)
+    assert len(network.join_secret(str(path))) == 2
+
+
+def test_the_command_that_a_missing_or_short_secret_is_answered_with_makes_a_good_one(tmp_path: Path) -> None:
+    path = tmp_path / "the run's secret"
+    (missing,) = network.join_secret(str(path))
+    assert "copy the run's secret there" in missing.next_step
+    subprocess.run(["sh", "-c", making_a_secret(path)], check=True)
+    assert making_a_secret(path) in missing.next_step
+    assert network.join_secret(str(path))[0].level == "ok"
+    (folder,) = network.join_secret(str(tmp_path))
+    assert (folder.level, "a file that this user can read" in folder.next_step) == ("fatal", True)
+
+
+def test_an_entry_of_the_allow_list_that_is_no_peer_id_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nid = "x"\n')
+    peer = SEED.rsplit("/", 1)[1]
+    load_run(tmp_path / "run.toml", {"net.allow": peer})
+    for wrong in ("oregon", peer[:-1], f"{peer[:-1]}0", SEED):
+        _, (problem,) = inspect_run(tmp_path / "run.toml", {"net.allow": f"{peer},{wrong}"})
+        assert f'net.allow: "{wrong}" is not a peer id: ' in problem
+        assert "prints when it starts" in problem
+
+
+# ---------------------------------------------------------------- geomesh doctor as a whole
+
+
+def test_the_doctor_says_each_thing_once_and_nothing_good_of_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[tuple[str, ...]] = []
+
+    async def meet_seeds(net: NetSection, folder: Path, port_free: bool, reach: bool = True) -> list[Finding]:
+        met.append(net.seeds)
+        assert not reach
+        return [findings.ok("libp2p daemon", "starts")]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(network, "meet_seeds", meet_seeds)
+    monkeypatch.setattr(doctor, "_engine", lambda *_: [])
+    (tmp_path / "run.toml").write_text('[run]\nid = "x"\n')
+    (tmp_path / "a.toml").write_text('[site]\nname = "a"\n[net]\nlissten = "x"\nannounce = "/ip4/0.0.0.0/tcp/4"\n')
+    (tmp_path / "seed").write_text(f"{SEED}\n")
+    (tmp_path / "half").write_text("/ip4/203.0")
+    found = doctor.doctor("run.toml", "a.toml", ["@none", "@seed", "@half"], {}, {})
+    assert met == [(SEED,)], "what can be tried is tried"
+    texts = [one.text for one in found]
+    assert len(set(texts)) == len(texts)
+    checks = [one.check for one in found]
+    assert [checks.count(name) for name in ("libp2p daemon", "announced address", "listen port", "identity")] == [1, 0, 1, 1]
+    wrong = {one.text: one for one in found if one.level == "fatal"}
+    assert len(wrong) == 4
+    for part in ("unknown key net.lissten", "is a wildcard", "@none: there is no such file", "@half: no whole line"):
+        assert any(part in text for text in wrong), part
+    assert all("--address-file" in one.next_step for one in wrong.values() if one.check == "seed")
+    assert doctor.exit_code(found) == 2
 
 
 def test_the_daemons_binary_must_be_there_and_executable(tmp_path: Path) -> None:
@@ -309,8 +371,6 @@ def test_what_is_installed_goes_together_and_a_conflict_is_named() -> None:
 def test_settings_that_would_not_load_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[run]\nid = "x"\nrounds = 0\n[model]\nheads = 5\n[net]\nlisten = "/ip4/0.0.0.0/tcp/1"\n')
-    from geomesh_p2p.loading import inspect_run, load_run
-
     _, problems = inspect_run(path, {"run.ronds": "3"})
     for part in ("run.ronds", "run.rounds = 0", "model.heads = 5", "wildcard"):
         assert any(part in problem for problem in problems), part
