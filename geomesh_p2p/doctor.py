@@ -22,7 +22,7 @@ from geomesh_p2p.addresses import address_problems
 from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core.findings import Finding, fatal, fatals, ok, refused, warning
 from geomesh_p2p.errors import ConfigError, GeoMeshError
-from geomesh_p2p.loading import SiteFile, inspect_run, inspect_site
+from geomesh_p2p.loading import DEFAULT, SiteFile, inspect_run, inspect_site
 from geomesh_p2p.seed_files import read_address
 from geomesh_p2p.swarm import preflight as network
 from geomesh_p2p.swarm.offload import in_own_thread
@@ -96,22 +96,20 @@ def _configuration(
             problems.append(str(error))
     run: RunConfig | None = None
     overrides = {**overrides, **({"net.seeds": json.dumps(list(bootstrap))} if bootstrap else {})}
-    if run_file is None:
-        net = NetSection(seeds=tuple(bootstrap))
-        run = RunConfig.model_validate({"run": {"id": "none"}, "net": net})
-        problems += [text for _, text in address_problems(net.listen, net.announce, net.seeds) if "loopback" not in text]
-    else:
-        layer = SiteFile(Path(site_file), site) if site is not None and site_file is not None else None
-        try:
-            resolved, wrong = inspect_run(run_file, overrides, env, layer)
-            problems += wrong
-            run = resolved.config if resolved is not None else None
-        except ConfigError as error:
-            problems.append(str(error))
+    layer = SiteFile(Path(site_file), site) if site is not None and site_file is not None else None
+    try:
+        resolved, wrong = inspect_run(run_file, overrides, env, layer)
+        if run_file is None and resolved is not None and resolved.origins["net.listen"] == DEFAULT:
+            wrong = [text for text in wrong if "loopback" not in text]  # the run file may say where to listen
+        problems += wrong
+        run = resolved.config if resolved is not None else None
+    except ConfigError as error:
+        problems.append(str(error))
     problems = list(dict.fromkeys(problems))                      # a site's own tables are read with both files
     findings = [refused("configuration", problem, ConfigError.exit_code) for problem in problems]
-    if not findings and run_file is not None:
-        findings = [ok("configuration", f"{run_file} and {site_file} fit together" if site_file else f"{run_file} is sound")]
+    if not findings and (run_file or site_file):
+        together = f"{run_file} and {site_file} fit together" if run_file and site_file else f"{run_file or site_file} is sound"
+        findings = [ok("configuration", together)]
     return run, site, findings
 
 
@@ -140,7 +138,8 @@ async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: b
 
         async def addresses() -> list[Finding]:
             found = [await port] if known.net.listen == run.net.listen else []
-            return found + await in_own_thread(lambda: _network(known, place, peers, showable))
+            folder = place if with_model else None                # without a run's name it has none
+            return found + await in_own_thread(lambda: _network(known, folder, peers, showable))
 
         async def seeds() -> list[Finding]:
             return await network.meet_seeds(known.net, Path(scratch.name), (await port).level == "ok", showable)
@@ -229,7 +228,9 @@ def _packages() -> list[Finding]:
     return [ok("packages", "all that is needed is there, in versions that go together")]
 
 
-def _network(run: RunConfig, folder: Path, peers: int, showable: bool = True, patience_seconds: float = 0.0) -> list[Finding]:
+def _network(
+    run: RunConfig, folder: Path | None, peers: int, showable: bool = True, patience_seconds: float = 0.0
+) -> list[Finding]:
     """But for the port to listen on and the daemon. `showable`: the addresses to listen on and to announce are in order."""
     net = run.net
     return [
@@ -237,7 +238,7 @@ def _network(run: RunConfig, folder: Path, peers: int, showable: bool = True, pa
         *(network.announced(net) if showable else []),
         network.open_files(peers, net.streams),
         *network.join_secret(net.join_secret_file),
-        network.identity(folder / "identity.key", patience_seconds),
+        *([network.identity(folder / "identity.key", patience_seconds)] if folder is not None else []),
     ]
 
 

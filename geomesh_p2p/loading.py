@@ -69,16 +69,19 @@ def resolve_run(
 
 
 def inspect_run(
-    path: str | Path, overrides: Mapping[str, str] = NOTHING, env: Mapping[str, str] = NOTHING, site: SiteFile | None = None
+    path: str | Path | None,
+    overrides: Mapping[str, str] = NOTHING,
+    env: Mapping[str, str] = NOTHING,
+    site: SiteFile | None = None,
 ) -> tuple[Resolved | None, list[str]]:
     """As resolve_run, but with all that is wrong, a line each, and what is left of the configuration without it, if any.
-    Raises ConfigError if the file cannot be read."""
-    data = read_toml(path)
+    Without a file: a run without a name, of defaults. Raises ConfigError if the file cannot be read."""
+    data, file = (read_toml(path), str(path)) if path is not None else ({"run": {"id": "none"}}, "defaults")
     problems: list[str] = []
     origins: dict[str, str] = {}
     for section, table in data.items():
         if isinstance(table, dict):
-            origins |= {f"{section}.{key}": str(path) for key in table}
+            origins |= {f"{section}.{key}": file for key in table}
     if site is not None:
         for section, values in (("net", site.config.net), ("metrics", site.config.metrics)):
             for key, value in values.items():
@@ -89,12 +92,12 @@ def inspect_run(
             _put_text(data, origins, key, text, variable, problems)
     for key, text in overrides.items():
         _put_text(data, origins, key, text, f"--{key}", problems)
-    config, wrong = _validated(RunConfig, data, str(path), origins)
+    config, wrong = _validated(RunConfig, data, file, origins)
     problems += wrong
     if config is None:
         return None, problems
     origins = {key: origins.get(key, DEFAULT) for key in run_keys()}
-    problems += [f"{_blame(keys, origins, str(path))}: {problem}" for keys, problem in run_problems(config)]
+    problems += [f"{_blame(keys, origins, file)}: {problem}" for keys, problem in run_problems(config)]
     return Resolved(config, origins), problems
 
 

@@ -190,7 +190,7 @@ def test_the_doctor_says_each_thing_once_and_nothing_good_of_what_is_wrong(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(network, "meet_seeds", meet_seeds)
     monkeypatch.setattr(doctor, "_engine", lambda *_: [])
-    (tmp_path / "run.toml").write_text('[run]\nid = "x"\n')
+    (tmp_path / "run.toml").write_text('[run]\nid = "x"\n[net]\nstreams = 2\n')
     (tmp_path / "a.toml").write_text('[site]\nname = "a"\n[net]\nlissten = "x"\nannounce = "/ip4/0.0.0.0/tcp/4"\n')
     (tmp_path / "seed").write_text(f"{SEED}\n")
     (tmp_path / "half").write_text("/ip4/203.0")
@@ -376,3 +376,33 @@ def test_settings_that_would_not_load_are_all_named(tmp_path: Path, capsys: pyte
         assert any(part in problem for problem in problems), part
     with pytest.raises(ConfigError, match=r"run\.rounds = 0.*and 3 more"):
         load_run(path)
+
+
+def test_without_a_run_file_the_doctor_still_reads_site_file_flags_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[NetSection] = []
+
+    async def meet_seeds(net: NetSection, folder: Path, port_free: bool, reach: bool = True) -> list[Finding]:
+        asked.append(net)
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(network, "meet_seeds", meet_seeds)
+    (tmp_path / "a.toml").write_text('[site]\nname = "a"\n[net]\nlisten = "/ip4/0.0.0.0/tcp/0"\n')
+
+    def found(site: str | None, seeds: list[str], flags: dict[str, str], **env: str) -> dict[str, list[str]]:
+        by_level: dict[str, list[str]] = {"ok": [], "warning": [], "fatal": []}
+        for one in doctor.doctor(None, site, seeds, flags, env):
+            by_level[one.level].append(one.line)
+        assert not any("identity" in line for line in by_level["ok"]), "there is no folder without a run's name"
+        return by_level
+
+    wrong = found("a.toml", [], {"net.ronds": "3", "net.allow": "oregon"}, GEOMESH_NET__STREAMS="99")["fatal"]
+    for part in ("a wildcard", "unknown key net.ronds", '"oregon" is not a peer id', "GEOMESH_NET__STREAMS"):
+        assert any(part in line for line in wrong), (part, wrong)
+    assert found("a.toml", [SEED], {"net.announce": "/ip4/198.51.100.7/tcp/31337"})["fatal"] == []
+    assert (asked[-1].seeds, asked[-1].announce) == ((SEED,), "/ip4/198.51.100.7/tcp/31337")
+    assert found(None, [SEED], {})["fatal"] == [], "the run file may say where to listen"
+    (loopback,) = found(None, [SEED], {"net.listen": "/ip4/127.0.0.1/tcp/0"})["fatal"]
+    assert "loopback" in loopback
