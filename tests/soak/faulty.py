@@ -103,8 +103,16 @@ class Driver:
             self.after(self.rng.uniform(0, 2.5), lambda site=site: self.back(site))  # type: ignore[misc]
 
     def back(self, site: Site) -> None:
+        starts = len(site.history("start"))
         site.start()
-        self.after(4.0, lambda: self.busy.pop(site.name, None))
+        self.after(4.0, lambda: self.up(site, starts))
+
+    def up(self, site: Site, starts: int) -> None:
+        """Out of trouble once it has begun: before that, SIGTERM ends a process without more ado."""
+        if site.process is not None and len(site.history("start")) == starts:
+            self.after(0.5, lambda: self.up(site, starts))
+        else:
+            self.busy.pop(site.name, None)
 
     def watch_progress(self, now: float) -> None:
         reached = max(site.round for site in self.mesh)

@@ -25,6 +25,13 @@ class DeadSite:
 
     def __init__(self) -> None:
         self.process: Any = SimpleNamespace(poll=lambda: -signal.SIGKILL)
+        self.notes: list[str] = []
+
+    def start(self) -> None:
+        self.process = SimpleNamespace(poll=lambda: None)
+
+    def history(self, kind: str) -> list[str]:
+        return self.notes
 
     def log(self) -> str:
         return "its last line"
@@ -61,3 +68,16 @@ def test_an_exit_that_nobody_asked_for_is_one(driver: Driver) -> None:
     driver.watch_processes()
     assert driver.outcome.wrong == ["a ended with -9: ['its last line']"]
     assert driver.outcome.struck == set()
+
+
+def test_a_site_is_in_trouble_until_it_has_begun_again(driver: Driver) -> None:
+    site: Any = driver.mesh["a"]
+    driver.busy["a"] = "leave"
+    driver.back(site)
+    for _ in range(3):
+        _, look = driver.timers.pop()
+        look()
+        assert "a" in driver.busy
+    site.notes.append("start")
+    driver.timers.pop()[1]()
+    assert driver.busy == {}
