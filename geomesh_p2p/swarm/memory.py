@@ -1,7 +1,7 @@
 """The mesh in one process: a network of links with delay, rate, loss and faults, and a transport over it.
 
 It passes the contract tests of the real transport, and every message goes through wire.py, so what works here can be
-sent. Time is the running event loop's: on a `VirtualClockLoop` hours pass in milliseconds and every run is the same.
+sent. Time is the running event loop's, virtual or real (virtual_time.py).
 
     network = Network(seed=1, latency_seconds=0.05, bytes_per_second=1e6)
     a, b = network.transport("a"), network.transport("b")
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
@@ -27,67 +26,8 @@ from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.budgets import Budgets, OverBudget
 from geomesh_p2p.swarm.links import LinkTable
 
-Result = TypeVar("Result")
 OnMessage = Callable[[PeerId, Message], None]
 OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
-
-
-# ---------------------------------------------------------------- virtual time
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting for the next timer, moves the loop's clock to it. Waits really only for worker threads."""
-
-    loop: VirtualClockLoop
-
-    def select(self, timeout: float | None = None) -> Any:
-        events = super().select(0)
-        if events or timeout == 0:
-            return events
-        if self.loop.jobs:
-            return super().select(None)  # a worker thread takes no virtual time
-        if timeout is None:
-            raise RuntimeError("nothing is scheduled and nobody can wake this loop: it waits for ever")
-        self.loop.now += timeout
-        return events
-
-
-class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time begins at 0 and jumps to the next timer when idle. Deterministic; never sleeps.
-
-    A loop that waits for something that nothing can bring about raises RuntimeError at once.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.jobs = 0
-        selector = _JumpingSelector()
-        selector.loop = self
-        super().__init__(selector)
-        self._clock_resolution = 1e-9
-
-    def time(self) -> float:
-        return self.now
-
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        future = super().run_in_executor(executor, func, *args)
-        self.jobs += 1
-        future.add_done_callback(self._job_done)
-        return future
-
-    def _job_done(self, _future: Any) -> None:
-        self.jobs -= 1
-
-    async def shutdown_default_executor(self, *args: Any) -> None:
-        self.jobs += 1  # ends in a thread, too
-        await super().shutdown_default_executor(*args)
-        self.jobs -= 1
-
-
-def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run() in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        return runner.run(main)
 
 
 # ---------------------------------------------------------------- the network

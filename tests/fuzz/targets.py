@@ -21,7 +21,7 @@ from geomesh_p2p.core.types import NO_TERM, BatchTime, Contribution, Founding, P
 from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.membership import Admission
 from geomesh_p2p.swarm.memory import Network as MemoryNetwork
-from geomesh_p2p.swarm.memory import run_virtual
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.fuzz.frames import LENGTH, Values, bodies, framed
 from tests.mesh.exchanges import Mesh, plan_for
 from tests.mesh.toy import ToyPeer, toy_mesh, toy_run

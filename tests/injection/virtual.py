@@ -38,7 +38,8 @@ from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.lab.histories import Reading, add_lines
 from geomesh_p2p.lab.verify import check as check_readings
 from geomesh_p2p.swarm.exchange import ExchangeLimits
-from geomesh_p2p.swarm.memory import MemoryTransport, Network, VirtualClockLoop
+from geomesh_p2p.swarm.memory import MemoryTransport, Network
+from geomesh_p2p.swarm.virtual_time import VirtualClockLoop
 from geomesh_p2p.telemetry.sinks import jsonable
 from geomesh_p2p.train import LocalModel, inner_round
 from tests.injection.proof import injecting

@@ -27,8 +27,9 @@ from geomesh_p2p.core.ports import (
     ValidateAll,
 )
 from geomesh_p2p.core.types import Founding, Timing
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.rounds import NO_WORK
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from geomesh_p2p.train import LocalModel, adopt, fold, hash_part, inner_round, make_anew, validate_anchor
 from tests.mesh.toy import SIZE, ToyEngine, ToyPeer
 

@@ -14,7 +14,8 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.log import merged
 from geomesh_p2p.core.types import Range
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.injection.proof import fired, inject
 from tests.mesh.calm import CalmPeer, calm_mesh, until
 from tests.mesh.toy import SIZE, toy_run

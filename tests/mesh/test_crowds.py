@@ -11,7 +11,8 @@ import pytest
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.swarm.exchange import ExchangeLimits
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.calm import calm_mesh, until
 from tests.mesh.toy import ToyPeer, toy_run
 

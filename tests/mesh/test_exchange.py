@@ -13,7 +13,8 @@ from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.messages import Chunk
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.swarm.exchange import Exchange, ExchangeLimits, in_thread
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, even_shares, plan_for
 
 TOPOLOGIES = ("gather", "reduce")

@@ -15,7 +15,8 @@ from geomesh_p2p.core.types import Range
 from geomesh_p2p.swarm.chunks import StreamKey
 from geomesh_p2p.swarm.deadlines import DueStreams
 from geomesh_p2p.swarm.exchange import ExchangeInbox, ExchangeLimits, Missed, Waiting
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, contribution_of, payload_of, plan_for
 from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal
 

@@ -8,7 +8,8 @@ import pytest
 
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.swarm.exchange import ExchangeLimits
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.exchanges import Mesh, plan_for
 
 LAYOUT = Layout((Tensor("matrix", 800_000),))  # 100 kB of signs

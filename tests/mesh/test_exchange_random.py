@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.swarm.chunks import Coverage, Incoming, Outgoing, Ranges, StreamKey
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.exchanges import Mesh, plan_for
 from tests.mesh.test_exchange import TOPOLOGIES, expected_body
 

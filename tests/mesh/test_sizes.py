@@ -22,7 +22,8 @@ from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.fetching import Fetcher
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh import exchanges
 from tests.mesh.exchanges import Mesh, plan_for
 

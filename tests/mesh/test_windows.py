@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from geomesh_p2p.swarm.memory import Network, run_virtual
+from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.injection.proof import fired, inject
 from tests.mesh.calm import CalmPeer, calm_mesh, until
 from tests.mesh.toy import SIZE, toy_run

@@ -13,7 +13,7 @@ from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Busy, Fetch, Fetched
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.swarm.donor import Donor, DonorLimits, DonorView
-from geomesh_p2p.swarm.memory import run_virtual
+from geomesh_p2p.swarm.virtual_time import run_virtual
 
 SIZE = 1_000_000
 RATE = 400_000.0

@@ -10,7 +10,8 @@ import pytest
 
 from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Leave, Message
 from geomesh_p2p.core.ports import Unreachable
-from geomesh_p2p.swarm.memory import MemoryTransport, Network, VirtualClockLoop, run_virtual
+from geomesh_p2p.swarm.memory import MemoryTransport, Network
+from geomesh_p2p.swarm.virtual_time import VirtualClockLoop, run_virtual
 
 Heard = list[tuple[float, str, Any]]
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from geomesh_p2p.core.ports import Unreachable
-from geomesh_p2p.swarm.memory import VirtualClockLoop
 from geomesh_p2p.swarm.remote import Remote
 from geomesh_p2p.swarm.retrying import LAST_RETRY_SECONDS, Retrying
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
+from geomesh_p2p.swarm.virtual_time import VirtualClockLoop
 from tests.injection.proof import fired, inject
 
 

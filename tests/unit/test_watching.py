@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from geomesh_p2p.core.ports import Unreachable
-from geomesh_p2p.swarm.memory import VirtualClockLoop, run_virtual
 from geomesh_p2p.swarm.remote import Remote
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
+from geomesh_p2p.swarm.virtual_time import VirtualClockLoop, run_virtual
 from geomesh_p2p.swarm.watching import LinkWatch
 from tests.injection.proof import fired, inject
 
