@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from geomesh_p2p.cli import main
+from geomesh_p2p.cli import run
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout, layout_of
 from geomesh_p2p.core.ports import InnerResult, Vector
@@ -96,4 +95,4 @@ class LightEngine:
 if __name__ == "__main__":
     parameters = int(os.environ.get("LIGHT_PARAMETERS", "100000"))
     train_seconds = float(os.environ.get("LIGHT_TRAIN_SECONDS", "0.1"))
-    sys.exit(main(make_engine=lambda run, site, report: LightEngine(parameters, run.model.sequence_length, train_seconds)))
+    run(make_engine=lambda run, site, report: LightEngine(parameters, run.model.sequence_length, train_seconds))

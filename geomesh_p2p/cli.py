@@ -6,9 +6,12 @@ Results go to stdout, logs to stderr. Every key of a run file is also a flag: `-
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import difflib
 import errno
 import json
+import logging
 import os
 import re
 import sys
@@ -59,6 +62,18 @@ def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def run(make_engine: Any = None) -> NoReturn:
+    """`main` as a process of its own. It ends with the verb: taking the libraries down piece by piece, as the interpreter does
+    at its own end, can take many seconds on a busy host, and nothing is left to be done in them."""
+    code = main(make_engine=make_engine)
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _os_error_code(error: OSError) -> int:
@@ -342,4 +357,4 @@ def _similar_flag(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -170,7 +170,7 @@ class Leading:
         s = self.s
         self.stage, self.plan, self.push_at, self.lacking = "collect", None, float("inf"), 0
         self.act_at = s.now + s.timing.retry_seconds
-        if s.settings.final_round is not None and s.round >= s.settings.final_round:
+        if s.final:
             self.stage, self.waiting = "done", ""
             return
         there = [peer for peer in sorted({s.me, *s.peers}) if self._usable(peer)]

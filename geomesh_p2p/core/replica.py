@@ -25,6 +25,7 @@ from geomesh_p2p.core.bounds import term_fits
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.election import Election, Won
 from geomesh_p2p.core.leading import Leading, more_peers
+from geomesh_p2p.core.leaving import Leaving
 from geomesh_p2p.core.log import BrokenChain, RoundLog
 from geomesh_p2p.core.round import Member
 from geomesh_p2p.core.state import Seen, Settings, State, commit_fields, held_fields
@@ -60,7 +61,7 @@ class Replica:
         self.behind = Behind(self.s)
         self.anchors = AnchorWatch(self.s)
         self.leading: Leading | None = None
-        self.leave_by = float("inf")
+        self.leaving = Leaving(self.s, self.member)
         self._started = False
         if not settings.rules.on("held_survives"):
             self.s.held = None
@@ -85,7 +86,9 @@ class Replica:
 
     def next_deadline(self) -> float:
         """When a Tick is due at the latest, on the clock of `handle`."""
-        deadlines = [self.election.next_deadline(), self.member.next_deadline(), self.behind.next_deadline(), self.leave_by]
+        deadlines = [self.election.next_deadline(), self.member.next_deadline(), self.leaving.next_deadline()]
+        if self.leaving.let_go is None:
+            deadlines.append(self.behind.next_deadline())
         if self.leading is not None:
             deadlines += [self.leading.next_deadline(), self.election.lease_end(self.leading.since)]
         if not self._started:
@@ -209,7 +212,7 @@ class Replica:
                 s.send(peer, m.Commit(s.term, update))
             self._advance(update, "leader", s.term)
             self._end_reign()
-        if self.behind.due() and not s.halted:
+        if not self.leaving.still_let_go() and self.behind.due() and not s.halted:
             if self.election.role != "follower":     # nobody stands or leads from a round that is past
                 self.election.step_down(hold_back=False)
                 self._end_reign()
@@ -321,7 +324,8 @@ class Replica:
         s.up_to_date = s.up_to_date or s.round >= max((other.beat.round for other in s.peers.values()), default=s.round + 1)
 
     def _learn(self, peer: PeerId, round: int, digest: Digest) -> None:
-        soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None
+        awaited = bool(self.s.leaving) and self.member.plan is None     # the commit that lets this peer go
+        soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None or awaited
         self.behind.learn(peer, round, digest, soon)
 
     def _refuse_lower(self, sender: PeerId, plan: Digest) -> None:
@@ -354,6 +358,8 @@ class Replica:
         elif update.body_bytes == 0:
             s.save_held(Held(commit.term, 0, b"", update))
             self._advance(update, "message", commit.term)
+        elif self.leaving.lets_go(update):
+            self.leaving.let_go = update
         else:
             self.behind.learn(sender, update.round, update.digest, soon=False)
 
@@ -425,42 +431,23 @@ class Replica:
     # -------------------------------------------------------------- leaving
 
     def _want_to_leave(self, reason: str) -> None:
-        s = self.s
-        if s.leaving:
+        if self.s.leaving:
             return
-        s.leaving, self.leave_by = reason or "asked to", s.now + s.timing.leave_seconds
-        s.note("leave", reason=s.leaving)
-        for peer in s.others():
-            s.send(peer, m.Leave(s.leaving))
+        self.leaving.want(reason)
         if self.leading is not None:
             self.leading.heard()
 
     def _maybe_left(self) -> None:
-        """Leave once nobody needs this peer: it is no voter and the voters know it, or nobody stays, or time is up."""
         s = self.s
         if not s.leaving or s.halted:
             return
-        others = [peer for peer in s.view if peer != s.me]
-        # With too few of them no round will ever be committed without this peer, unless newcomers get a vote before it goes.
-        coming = [peer for peer, seen in s.peers.items() if peer not in s.view and s.alive(peer) and seen.beat.trains]
-        heirs = [peer for peer in coming if not s.peers[peer].leaving]
-        too_few = len(others) < s.settings.min_peers and (not heirs or len(others) + len(heirs) < s.settings.min_peers)
-        done = s.settings.final_round is not None and s.round >= s.settings.final_round
-        voters = [peer for peer in s.view if peer != s.me and s.alive(peer)]
-        nobody_stays = not heirs and all(s.peers[peer].leaving for peer in voters)
-        told = s.quorum(peer for peer in voters if s.peers[peer].beat.round >= s.round)
-        gone = s.me not in s.view and self.member.plan is None and told
-        if done or nobody_stays or too_few or gone or s.now >= self.leave_by:
-            s.halt(s.leave_code, f"left: {s.leaving}{self._what_remains(heirs)}")
-
-    def _what_remains(self, heirs: list[PeerId]) -> str:
-        """What the others can do if this peer goes with a vote that they need."""
-        s = self.s
-        others = [peer for peer in s.view if peer != s.me and s.alive(peer) and not s.peers[peer].leaving]
-        if s.me not in s.view or s.quorum(others) or not (others or heirs):
-            return ""
-        waiting = s.sites([*others, *heirs])
-        return f"; {waiting} cannot go on without this peer's vote, and will wait for it: start it again, its folder keeps all"
+        if words := self.leaving.last_words():
+            if self.leading is not None and not s.final:
+                self.election.step_down(hold_back=True)
+                self._end_reign()
+            s.halt(s.leave_code, words)
+        else:
+            self.leaving.close_in_time()
 
     # -------------------------------------------------------------- what can be seen from outside
 
@@ -571,6 +558,8 @@ class Replica:
         if not self.election.leader:
             missing = [peer for peer in s.view if not s.alive(peer)]
             return f"a leader; voters not heard: {s.sites(missing)}" if missing else "a leader to be elected"
+        if s.leaving and member.plan is None:
+            return "a round without this peer"
         if lacking := self.lacking:
             return more_peers(lacking, s.settings.min_peers)
         if member.plan is None:

@@ -68,7 +68,7 @@ class Member:
         self.assembled: Update | None = None
         self.work: Work | None = None
         self.given_up: Plan | None = None        # the plan that this peer no longer waits for; its work may still serve
-        self.give_up_at = float("inf")
+        self.accepted_at = self.give_up_at = float("inf")
         self.next_offer: tuple[PeerId, Plan] | None = None
         self.blamed: set[PeerId] = set()         # members of the plan whose contributions were refused by rule
         self.early: dict[tuple[Digest, PeerId], Finished] = {}
@@ -159,6 +159,7 @@ class Member:
         self.exchanging, self.given_up = True, None
         self.repeat_at = s.now + s.timing.retry_seconds
         allowed = plan.train_seconds + plan.exchange_seconds + plan.grace_seconds
+        self.accepted_at = s.now
         self.give_up_at = s.now + allowed + GIVE_UP_LIMITS * s.timing.heartbeat_limit_seconds
         reuse = self._reusable(plan, mine.ranges)
         if not reuse:

@@ -81,6 +81,11 @@ class State:
         return self.log.round
 
     @property
+    def final(self) -> bool:
+        """Whether the run has reached its last round here."""
+        return self.settings.final_round is not None and self.round >= self.settings.final_round
+
+    @property
     def ready(self) -> bool:
         """Holds the anchor of its last round and can train."""
         return self.profile is not None and self.settings.trains and not self.catching_up and not self.checking

@@ -130,6 +130,8 @@ class Session:
             await asyncio.wait([over, *loops], return_when=asyncio.FIRST_COMPLETED)
         finally:
             over.cancel()
+            if self.replica.s.leaving:  # the others hear at once that this peer leads no more
+                self._beat_to_all()
             await self.desk.stop("shutdown")
             for task in list(self._tasks):
                 task.cancel()
@@ -217,8 +219,7 @@ class Session:
         """Heartbeats go to every acquaintance by this loop alone: training and saving cannot hold it up."""
         while True:
             self._beat_now.clear()
-            for acquaintance in list(self.around.membership.known.values()):
-                self.around.transport.send(acquaintance.peer, self._heartbeat())
+            self._beat_to_all()
             self._show_members()
             self._forget_gone()
             try:
@@ -227,6 +228,10 @@ class Session:
                 await asyncio.sleep(0.005)  # several reasons to beat at once are one
             except TimeoutError:
                 pass
+
+    def _beat_to_all(self) -> None:
+        for acquaintance in list(self.around.membership.known.values()):
+            self.around.transport.send(acquaintance.peer, self._heartbeat())
 
     def _forget_gone(self) -> None:
         """Peers that come and go leave nothing behind."""

@@ -127,3 +127,25 @@ async def test_who_has_left_is_told_once_however_quick_the_rounds_are(tmp_path: 
         assert [(n["peer_site"], n["left"]) for kind, n in peer.notes if kind == "lost"] == [("c", True)]
     for peer in peers:
         await peer.kill()
+
+
+@virtual
+async def test_a_leader_that_leaves_is_followed_at_once(tmp_path: Path) -> None:
+    """Its last heartbeat says that it leads no more: nobody waits until it counts as lost."""
+    run = toy_run()
+    run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": 100_000})})
+    peers = calm_mesh(tmp_path, ["a", "b", "c"], run, Network(latency_seconds=0.01))
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    await until(lambda: all(len(peer.digests()) >= 3 for peer in peers))
+    leader = next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
+    others = [peer for peer in peers if peer is not leader]
+    leader.session.leave("asked to")  # type: ignore[union-attr]
+    await until(lambda: leader.session.outcome is not None)  # type: ignore[union-attr]
+    left_at = asyncio.get_running_loop().time()
+    await until(lambda: any(peer.session.replica.is_leader for peer in others), 30.0)  # type: ignore[union-attr]
+    timing = peers[0].timing
+    assert asyncio.get_running_loop().time() - left_at < timing.election_seconds < timing.heartbeat_limit_seconds
+    assert leader.session.outcome == (0, "left: asked to")  # type: ignore[union-attr]
+    for peer in peers:
+        await peer.kill()
