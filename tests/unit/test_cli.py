@@ -165,3 +165,19 @@ def test_messages_name_only_commands_that_there_are() -> None:
     assert set(said) <= set(verbs)
     for verb, flags in said.items():
         assert flags <= set(verbs[verb]._option_string_actions), verb
+
+
+def test_the_process_ends_with_its_verb_and_whatever_the_interpreter_would_wait_for_does_not_hold_it_up(run_file: Path) -> None:
+    code = (
+        "import atexit, threading, time\n"
+        "from geomesh_p2p import cli\n"
+        "atexit.register(print, 'tidied up')\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "cli.run()"
+    )
+    for words, exit_code in ((["config", "show", str(run_file), "--json"], 0), (["config", "show", "none.toml"], 2)):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120.0)
+        assert done.returncode == exit_code
+        assert done.stdout.endswith("tidied up\n")
+        assert exit_code or json.loads(done.stdout.removesuffix("tidied up\n"))
+        assert bool(done.stderr) == bool(exit_code)
