@@ -103,7 +103,7 @@ async def send(options: argparse.Namespace) -> None:
     transport = Libp2pTransport(net, Path(options.folder) / "send.key")
     sender = Sender(transport, peer, options.chunk_bytes)
     await transport.start(sender.on_message, sender.on_request)
-    await transport.connect_seeds(net.seeds)
+    await transport.seeds.connect(net.seeds)
     if options.rtt_ms or options.mbps:
         transport.shape(peer, Shape(options.rtt_ms / 1000, options.mbps * 1e6 / 8 if options.mbps else None))
     result: dict[str, Any] = {"streams": options.streams, "chunk_bytes": options.chunk_bytes, "megabytes": options.megabytes}

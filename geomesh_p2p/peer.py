@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,11 +19,10 @@ from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import digest
 from geomesh_p2p.core.events import Durable
-from geomesh_p2p.core.messages import Fetch, Fetched, Hello, Message, Refused
 from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
-from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
+from geomesh_p2p.core.types import NO_TERM, Founding, Profile, Timing
 from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
@@ -35,11 +33,11 @@ from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
-from geomesh_p2p.swarm.budgets import Complaints
-from geomesh_p2p.swarm.clocks import answer_clock, watch_clocks
+from geomesh_p2p.swarm.clocks import watch_clocks
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
+from geomesh_p2p.swarm.front_door import FrontDoor
 from geomesh_p2p.swarm.identity import read_secret
 from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
@@ -183,7 +181,7 @@ class Peer:
             on_daemon_exit=self._daemon_died,
         )
         self._open_telemetry(transport.peer, closing)
-        transport.seed_files = SeedFiles(self.options.seed_files)
+        transport.seeds.files = SeedFiles(self.options.seed_files)
         transport.budgets.admitted, transport.on_other_version = front.admitted, front.other_version
         front.complaints = transport.budgets.complaints
         await transport.start(front.receive, front.answer)
@@ -474,44 +472,6 @@ class Peer:
             raise error
         log.info("%s", reason)
         return exit_code
-
-
-class FrontDoor:
-    """What the transport hands messages to, from its start on: greetings only, until the session is there."""
-
-    def __init__(self) -> None:
-        self.membership: Membership | None = None
-        self.session: Session | None = None
-        self.complaints: Complaints | None = None
-        self.reaching: Reaching | None = None
-
-    def admitted(self, peer: PeerId) -> bool:
-        return self.membership is not None and self.membership.admitted(peer)
-
-    def complain(self, peer: PeerId, reason: str, text: str) -> None:
-        if self.complaints is not None:
-            self.complaints.say(peer, self.admitted(peer), reason, text)
-
-    def other_version(self, peer: PeerId, version: int) -> None:
-        if self.membership is not None:
-            self.membership.on_other_version(peer, version, time.monotonic())
-
-    def receive(self, sender: PeerId, message: Message) -> None:
-        if self.session is not None:
-            self.session.receive(sender, message)
-        elif self.membership is not None and isinstance(message, Hello):
-            self.membership.on_hello(sender, message, time.monotonic())
-        elif self.membership is not None and isinstance(message, Refused):
-            self.membership.on_refused(sender, message)
-
-    async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
-        if (time_of_day := answer_clock(fetch)) is not None:
-            return time_of_day
-        if self.session is None:
-            return Fetched(False, b"", 0, 0, b"", 0)
-        if self.reaching is not None and (answer := await self.reaching.answer(sender, fetch)) is not None:
-            return answer
-        return await self.session.answer(sender, fetch)
 
 
 def old_settings(folder: Path) -> str:

@@ -40,8 +40,8 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
     A refusal that may pass (a name is taken until its holder, perhaps this peer's former self, is taken for lost) is final
     once it has stood for twice that long."""
     deadline = time.monotonic() + net.reach_seconds
-    addresses = await transport.newest_seeds(net.seeds)
-    seeds = await transport.connect_seeds(net.seeds)
+    addresses = await transport.seeds.newest(net.seeds)
+    seeds = await transport.seeds.connect(net.seeds)
     if not seeds:
         raise ConfigError("net.seeds names nobody but this peer: give the address of another one, or pass --first")
     refused_since, silent_since, told = None, time.monotonic(), False
@@ -67,8 +67,8 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
                 "waiting for it, at most %.0f s more (net.reach_seconds)", ", ".join(seeds), deadline - now,
             )  # fmt: skip
         if now > look_at:
-            newest, look_at = await transport.newest_seeds(net.seeds), now + LOOK_SECONDS
-            if newest != addresses and (reached := await transport.connect_seeds(net.seeds, required=False, warn=False)):
+            newest, look_at = await transport.seeds.newest(net.seeds), now + LOOK_SECONDS
+            if newest != addresses and (reached := await transport.seeds.connect(net.seeds, required=False, warn=False)):
                 seeds, addresses = reached, newest
         for peer in seeds:
             membership.greet(peer, time.monotonic())
@@ -128,8 +128,8 @@ async def _keep_dialling(
         missing = [address for peer, address in seeds.items() if peer not in live]
         former = known.addresses(but=seeds) if not live else ()
         reached = await asyncio.gather(
-            transport.connect_seeds(missing, required=False, warn=warn),
-            transport.connect_seeds(former, required=False, warn=False),
+            transport.seeds.connect(missing, required=False, warn=warn),
+            transport.seeds.connect(former, required=False, warn=False),
         )
         for peer in chain(*reached):
             membership.greet(peer, time.monotonic())
@@ -139,7 +139,7 @@ async def _keep_dialling(
 
 async def _others(transport: Libp2pTransport, net: NetSection, me: PeerId) -> dict[PeerId, str]:
     """The seeds as they are to be dialled by now, but for this peer."""
-    newest = await transport.newest_seeds(net.seeds)
+    newest = await transport.seeds.newest(net.seeds)
     return {peer: seed for seed in newest if (peer := parse(seed, "net.seeds").peer) != me}
 
 

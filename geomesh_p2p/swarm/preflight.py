@@ -25,7 +25,8 @@ from geomesh_p2p.swarm.addresses import answering, check_port_free, port_owner
 from geomesh_p2p.swarm.budgets import MEMBER
 from geomesh_p2p.swarm.clocks import ADVICE, TOLERATED_SECONDS, answer_clock, measure
 from geomesh_p2p.swarm.identity import load_identity, making_a_secret, read_secret
-from geomesh_p2p.swarm.transport import Libp2pTransport, dial_reason
+from geomesh_p2p.swarm.seeds import dial_reason
+from geomesh_p2p.swarm.transport import Libp2pTransport
 
 SEED_SECONDS = 4.0
 OWN_FILES = 128                  # of a peer alone: libraries, logs, sockets, the daemon's pipes

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hivemind.p2p import P2P
@@ -22,17 +22,16 @@ from geomesh_p2p.config import LinkSection, NetSection
 from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat, Hello, Message
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.errors import TemporaryError, UnreachableError
-from geomesh_p2p.seed_files import SeedFiles
+from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.swarm import wire
 from geomesh_p2p.swarm.addresses import MOST_ADDRESSES, Address, answering, check_addresses, check_port_free, parse
 from geomesh_p2p.swarm.budgets import REMEMBERED_STRANGERS, Budgets, OverBudget
 from geomesh_p2p.swarm.daemon import Daemon
 from geomesh_p2p.swarm.identity import Identity, load_identity
 from geomesh_p2p.swarm.links import LinkTable
-from geomesh_p2p.swarm.offload import in_own_thread
 from geomesh_p2p.swarm.relaying import Circuits, choose_route, learn_caps, relay_of, start_daemon
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
+from geomesh_p2p.swarm.seeds import Seeds
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
@@ -41,10 +40,8 @@ from geomesh_p2p.swarm.watching import LinkWatch
 INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
-DIAL_SECONDS = 10.0
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
-OTHER_SEEDS_SECONDS = 2.0        # how long further seeds are waited for once one has answered
 
 OnMessage = Callable[[PeerId, Message], None]
 OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
@@ -55,15 +52,6 @@ OnOtherVersion = Callable[[PeerId, int], None]
 def shape_of(link: LinkSection) -> Shape:
     """The emulated way of a site file's [links.NAME]: half of the round trip each way."""
     return Shape(link.rtt_ms / 2000.0, link.mbps * 1e6 / 8 if link.mbps is not None else None)
-
-
-@dataclass
-class _Dial:
-    """A seed as given, the address that is dialled for it by now, and why it has not answered, empty once it has."""
-
-    seed: str
-    target: Address
-    why: str = "no answer yet"
 
 
 class Libp2pTransport:
@@ -86,7 +74,7 @@ class Libp2pTransport:
         self.run = b""
         self.links = LinkTable(on_rate=lambda peer, rate: self._watch.measured(self._remote(peer), rate))
         self.budgets = Budgets(warn=lambda reason, text: self._on_warning(reason, text))
-        self.seed_files = SeedFiles()
+        self.seeds = Seeds(net, self.peer, self._dial, lambda reason, text: self._on_warning(reason, text))
         self.on_other_version: OnOtherVersion = lambda peer, version: None
         self._emulated = {name: shape_of(link) for name, link in (links or {}).items()}
         self._default_shape = self._emulated.get("default", Shape())
@@ -177,79 +165,18 @@ class Libp2pTransport:
         """Peers that there is or was a connection with, for the directory."""
         return tuple(self._met_peers)
 
-    async def connect_seeds(self, seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[PeerId, ...]:
-        """Connect to `seeds`; one that answers is enough. Returns the peers reached; warns of each seed that was not if asked.
-
-        If none answers it is tried again, with growing pauses, up to net.reach_seconds; then UnreachableError with a reason
-        per address if `required`, else nobody was reached. A seed from a file is read again before each try.
-        """
-        now = [parse(seed, "net.seeds") for seed in await self.newest_seeds(seeds)]
-        dials = [_Dial(seed, target) for seed, target in zip(seeds, now, strict=True) if target.peer not in ("", self.peer)]
-        if not dials:
-            return ()
-        tries = {asyncio.create_task(self._reach(dial)) for dial in dials}
-        patience = self.net.reach_seconds if required else min(self.net.reach_seconds, DIAL_SECONDS)
-        try:
-            done, _ = await asyncio.wait(tries, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                await asyncio.wait(tries, timeout=OTHER_SEEDS_SECONDS)
-        finally:
-            for task in tries:
-                task.cancel()
-        reached = tuple(dial.target.peer for dial in dials if not dial.why)
-        missed = {dial.target.text: dial.why for dial in dials if dial.why}
-        if not reached and required:
-            reasons = "; ".join(f"{address}: {why}" for address, why in missed.items())
-            raise UnreachableError(
-                f"no seed answered within {self.net.reach_seconds:g} s (net.reach_seconds): {reasons}: check that a peer of "
-                "the run is up there and that its port is open"
-            )
-        for address, why in missed.items() if warn else ():
-            self._on_warning("seed_unreachable", f"seed {address}: {why}")
-        return reached
-
-    async def newest_seeds(self, seeds: Sequence[str]) -> tuple[str, ...]:
-        """`seeds` as their files have them by now; those that are not from files as they are."""
-        if not self.seed_files:
-            return tuple(seeds)
-        files = self.seed_files
-        return await in_own_thread(lambda: tuple(files.newest(seed) for seed in seeds))
-
-    async def _reach(self, dial: _Dial) -> None:
-        """Dial until it answers."""
-        pause = 0.5
-        while True:
-            try:
-                async with asyncio.timeout(DIAL_SECONDS):
-                    await self._dial(dial.target)
-                dial.why = ""
-                self._met_peers[dial.target.peer] = None
-                return
-            except TimeoutError:
-                dial.why = f"no answer within {DIAL_SECONDS:g} s"
-            except Unreachable as error:
-                reason = dial_reason(str(error), dial.target.text)
-                if reason != BACKING_OFF:  # libp2p has not tried this time: what it found before holds
-                    dial.why = reason
-            await asyncio.sleep(pause)
-            newest = parse((await self.newest_seeds((dial.seed,)))[0], "net.seeds")
-            if newest != dial.target and newest.peer != self.peer:
-                dial.target, pause = newest, 0.5
-            else:
-                pause = min(pause * 2, 8.0)
-
     async def _dial(self, target: Address) -> None:
         """Raises Unreachable. An address is believed once it has answered: the peer may be connected from another one."""
         if self.daemon is None:
             raise Unreachable(NOT_RUNNING)
-        if await self.daemon.connected(target.peer):
-            if not self._remote(target.peer).addresses:
-                self.learn(target.peer, (target.text,))
-            return
-        if why := await answering((target.text,)):
-            raise Unreachable(why)
-        await self.daemon.connect(target.peer, (target.text,))
-        self.learn(target.peer, (target.text,))
+        if not await self.daemon.connected(target.peer):
+            if why := await answering((target.text,)):
+                raise Unreachable(why)
+            await self.daemon.connect(target.peer, (target.text,))
+            self.learn(target.peer, (target.text,))
+        elif not self._remote(target.peer).addresses:
+            self.learn(target.peer, (target.text,))
+        self._met_peers[target.peer] = None
 
     # ------------------------------------------------------------ the other peers
 
@@ -503,24 +430,3 @@ class Libp2pTransport:
             stream.abort()  # the other end sees at once that there will be no answer
             raise
         await remote.answer(stream, buffers, done)
-
-
-BACKING_OFF = "libp2p waits before it dials again"
-
-
-def dial_reason(text: str, address: str) -> str:
-    """What libp2p's long account of a failed dial says of `address`, in a few words."""
-    bare = address.split("/p2p/")[0]
-    own = next((line for line in text.splitlines() if f"[{bare}]" in line), text)
-    low = own.lower()
-    if "peer id mismatch" in low or "key mismatch" in low:
-        return "another peer answers there (its peer id differs)"
-    if "connection refused" in low:
-        return "connection refused: nothing listens there"
-    if "no route to host" in low or "network is unreachable" in low:
-        return "no route there"
-    if "timeout" in low or "deadline exceeded" in low:
-        return "no answer"
-    if "backoff" in low:
-        return BACKING_OFF
-    return " ".join(own.split())[:200]

@@ -57,7 +57,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Place]]
         directory = Directory(transport, "demo", is_member=(set() if members is None else members).__contains__)
         await directory.start()
         if places:
-            await transport.connect_seeds(places[0].transport.addresses())
+            await transport.seeds.connect(places[0].transport.addresses())
         places.append(Place(transport, directory))
         return places[-1]
 

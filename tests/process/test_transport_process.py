@@ -82,7 +82,7 @@ async def test_port_zero_is_replaced_by_the_bound_port(opened: Opener) -> None:
     assert address.endswith(f"/p2p/{a.peer}")
     assert "/tcp/0/" not in address
     b = await opened("b")
-    assert await b.connect_seeds([address]) == (a.peer,)
+    assert await b.seeds.connect([address]) == (a.peer,)
 
 
 @pytest.mark.case("C005")
@@ -92,7 +92,7 @@ async def test_announced_address_is_what_others_get(opened: Opener) -> None:
     a = await opened("a", listen=f"/ip4/0.0.0.0/tcp/{port}", announce=f"/ip4/127.0.0.2/tcp/{port}")
     assert a.addresses() == (f"/ip4/127.0.0.2/tcp/{port}/p2p/{a.peer}",)
     b = await opened("b")
-    assert await b.connect_seeds(a.addresses()) == (a.peer,)
+    assert await b.seeds.connect(a.addresses()) == (a.peer,)
 
 
 REMOTE = "/ip4/203.0.113.9/tcp/4100/p2p/12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
@@ -144,7 +144,7 @@ async def test_some_dead_seeds_are_a_warning_each(opened: Opener) -> None:
     impostor = live.replace(a.peer, stranger)
     warnings: list[tuple[str, str]] = []
     b = await opened("b", on_warning=lambda *warning: warnings.append(warning))
-    assert await b.connect_seeds([refused, live, impostor]) == (a.peer,)
+    assert await b.seeds.connect([refused, live, impostor]) == (a.peer,)
     assert {reason for reason, _ in warnings} == {"seed_unreachable"}
     texts = " ".join(text for _, text in warnings)
     assert refused in texts
@@ -159,10 +159,10 @@ async def test_no_seed_at_all_is_unreachable_with_a_reason_each(opened: Opener) 
     seeds = [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{stranger}" for _ in range(2)]
     b = await opened("b", reach_seconds=1.0)
     with pytest.raises(UnreachableError, match=r"net\.reach_seconds") as caught:
-        await b.connect_seeds(seeds)
+        await b.seeds.connect(seeds)
     assert "\n" not in str(caught.value)
     assert all(f"{seed}: connection refused" in str(caught.value) for seed in seeds)
-    assert await b.connect_seeds(seeds, required=False) == ()
+    assert await b.seeds.connect(seeds, required=False) == ()
 
 
 @pytest.mark.case("C001")
@@ -173,7 +173,7 @@ async def test_a_port_that_never_speaks_is_no_seed(opened: Opener, monkeypatch: 
     seed = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{load_identity_of_nobody()}"
     b = await opened("b", reach_seconds=1.5)
     with pytest.raises(UnreachableError) as caught:
-        await b.connect_seeds([seed])
+        await b.seeds.connect([seed])
     assert f"{seed}: no answer within 0.3 s" in str(caught.value)
     assert taken, "nobody has tried"
     for writer in taken:
@@ -184,7 +184,7 @@ async def test_a_port_that_never_speaks_is_no_seed(opened: Opener, monkeypatch: 
 async def test_seed_that_comes_up_later_is_found(opened: Opener, tmp_path: Path) -> None:
     port, identity = free_port(), load_identity(tmp_path / "a" / "identity.key")
     b = await opened("b", reach_seconds=PATIENCE_SECONDS)
-    trying = asyncio.create_task(b.connect_seeds([f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}"]))
+    trying = asyncio.create_task(b.seeds.connect([f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}"]))
     a = await opened("a", listen=f"/ip4/127.0.0.1/tcp/{port}")
     assert a.peer == identity.peer
     assert await trying == (identity.peer,)
@@ -209,7 +209,7 @@ async def test_daemon_that_dies_is_started_again_with_identity_and_port(opened: 
         "a", heard["a"], on_warning=lambda *warning: warnings.append(warning), on_daemon_exit=lambda *end: given_up.append(end)
     )
     b = await opened("b", heard["b"])
-    await b.connect_seeds(a.addresses())
+    await b.seeds.connect(a.addresses())
     a.learn(b.peer, b.addresses())
     b.send(a.peer, Leave("before"))
     a.send(b.peer, Leave("before"))
@@ -365,7 +365,7 @@ async def test_nothing_is_left_of_a_killed_peer_and_it_starts_again_at_once_on_i
 async def test_peer_killed_and_started_again_is_reached_on_the_same_port(opened: Opener, tmp_path: Path) -> None:
     parent, _, address, _ = await asyncio.to_thread(start_parent, tmp_path / "b")
     a = await opened("a")
-    (peer,) = await a.connect_seeds([address])
+    (peer,) = await a.seeds.connect([address])
     a.send(peer, Leave("before"))
     try:
         kill(parent)
@@ -395,7 +395,7 @@ async def test_a_peer_that_is_away_is_not_dialled_and_reached_once_it_is_back(op
     heard: list[tuple[str, Message]] = []
     a, b = await opened("a"), await opened("b", heard)
     port = b.addresses()[0].split("/")[4]
-    await a.connect_seeds(b.addresses())
+    await a.seeds.connect(b.addresses())
     a.send(b.peer, Leave("before"))
     await eventually(lambda: bool(heard))
     assert a.daemon is not None
@@ -453,7 +453,7 @@ async def test_only_tcp_is_used(opened: Opener) -> None:
     """No UDP socket, so nothing depends on the size of UDP buffers, and nothing warns of it."""
     caught: list[str] = []
     a, b = await opened("a", on_warning=lambda *warning: caught.append(str(warning))), await opened("b")
-    await b.connect_seeds(a.addresses())
+    await b.seeds.connect(a.addresses())
     await until_sent(b, a.peer)
     for one in (a, b):
         assert one.daemon is not None
@@ -468,7 +468,7 @@ async def test_only_tcp_is_used(opened: Opener) -> None:
 async def test_a_peer_that_resets_every_stream_costs_no_descriptors(opened: Opener) -> None:
     """The healthy peer goes on trying, ever less often, and neither it nor its daemon holds on to what was reset."""
     a, evil = await opened("a"), await opened("evil")
-    await a.connect_seeds(evil.addresses())
+    await a.seeds.connect(evil.addresses())
     await until_sent(a, evil.peer)
     resets = 0
 
@@ -520,7 +520,7 @@ async def test_bad_frames_end_their_stream_and_no_other(opened: Opener) -> None:
     warnings: list[tuple[str, str]] = []
     a = await opened("a", heard, on_warning=lambda *warning: warnings.append(warning))
     b = await opened("b")
-    await b.connect_seeds(a.addresses())
+    await b.seeds.connect(a.addresses())
     assert b.daemon is not None
     for garbage, reason in ((b"\x00\x00\x00\x09GET / HTTP", "bad_frame"), (b"\x00\x00\x00\x09\x95\x63 other", "other_version")):
         stream, lost = FrameStream(), asyncio.Event()
@@ -537,7 +537,7 @@ async def test_emulated_link_delays_but_keeps_order(opened: Opener) -> None:
     heard: list[tuple[str, Message]] = []
     a = await opened("a", heard)
     b = await opened("b", links={"default": LinkSection(rtt_ms=100, mbps=80)})
-    await b.connect_seeds(a.addresses())
+    await b.seeds.connect(a.addresses())
     for number in range(100):
         b.send(a.peer, Leave(str(number)))
     await b.send_bulk(a.peer, Chunk(b"", "part", "b", b"", 0, 0, 1, bytes(100_000)))
@@ -557,7 +557,7 @@ async def test_answers_over_a_slow_link_come_at_last_and_leave_room_for_heartbea
 
     await b.start(lambda peer, message: None, give)
     try:
-        await a.connect_seeds(b.addresses())
+        await a.seeds.connect(b.addresses())
         asked = [asyncio.ensure_future(a.request(b.peer, Fetch("update", 1, b"", i << 20, 1 << 20), 2.0)) for i in range(4)]
         await asyncio.sleep(0.5)
         sent_at = asyncio.get_running_loop().time()
@@ -582,7 +582,7 @@ async def test_an_answer_that_stops_coming_is_given_up(opened: Opener, tmp_path:
 
     await b.start(lambda peer, message: None, nothing)
     try:
-        await a.connect_seeds(b.addresses())
+        await a.seeds.connect(b.addresses())
         with pytest.raises(Unreachable, match="within 1 s"):
             await a.request(b.peer, Fetch("update", 1, b"", 0, 1), 1.0)
         assert asked.is_set()

@@ -11,7 +11,8 @@ import pytest
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.messages import Fetch, Fetched
 from geomesh_p2p.core.observations import Warned
-from geomesh_p2p.peer import FrontDoor, Peer, PeerOptions
+from geomesh_p2p.peer import Peer, PeerOptions
+from geomesh_p2p.swarm.front_door import FrontDoor
 from tests.injection.proof import fired, inject
 
 QUESTION = Fetch("dial back", 0, b"", 0, 0)

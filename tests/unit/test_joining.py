@@ -33,13 +33,17 @@ class Host:
         self.greeted = 0
         self.moved: dict[str, str] = {}
 
-    async def newest_seeds(self, seeds: Sequence[str]) -> tuple[str, ...]:
+    @property
+    def seeds(self) -> Host:
+        return self
+
+    async def newest(self, seeds: Sequence[str]) -> tuple[str, ...]:
         return tuple(self.moved.get(seed, seed) for seed in seeds)
 
     def addresses(self) -> tuple[str, ...]:
         return ("/ip4/127.0.0.1/tcp/4101/p2p/me",)
 
-    async def connect_seeds(self, seeds: Sequence[str], required: bool, warn: bool) -> tuple[str, ...]:
+    async def connect(self, seeds: Sequence[str], required: bool, warn: bool) -> tuple[str, ...]:
         if not seeds:
             return ()
         self.asked.append(tuple(seeds))
@@ -175,10 +179,10 @@ async def test_a_seed_without_this_peers_join_secret_is_told_at_once(tmp_path: P
     membership = Membership(me, Admission(secret=b"secret"), lambda to, message: sent.append(message), 5.0)
     open_seed = Membership(Self(SEED, "site-seed", True, fingerprint, {}), Admission(), lambda *_: None, 5.0)
 
-    async def connect_seeds(seeds: Sequence[str]) -> tuple[str, ...]:
+    async def connect(seeds: Sequence[str]) -> tuple[str, ...]:
         return (SEED,)
 
-    transport: Any = SimpleNamespace(connect_seeds=connect_seeds, newest_seeds=Host().newest_seeds)
+    transport: Any = SimpleNamespace(seeds=SimpleNamespace(connect=connect, newest=Host().newest))
     joining_it = asyncio.create_task(joining.join(transport, membership, NET, b"w" * 32))
     await until(lambda: any(isinstance(message, Hello) for message in sent))
     assert not joining_it.done()
@@ -197,11 +201,11 @@ async def test_who_waits_for_a_founder_follows_it_to_another_address_and_another
     founding, host, connected, sent = Founding(b"f" * 32, b"nonce", 0, b"w" * 32, other), Host(), list[bool](), list[str]()
     membership = Membership(Self("me", "site-me", True, b"f" * 32, {}), Admission(), lambda to, _: sent.append(to), 5.0)
 
-    async def connect_seeds(seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[str, ...]:
+    async def connect(seeds: Sequence[str], required: bool = True, warn: bool = True) -> tuple[str, ...]:
         connected.append(required)
         return (other,) if host.moved else (SEED,)
 
-    transport: Any = SimpleNamespace(connect_seeds=connect_seeds, newest_seeds=host.newest_seeds)
+    transport: Any = SimpleNamespace(seeds=SimpleNamespace(connect=connect, newest=host.newest))
     joining_it = asyncio.create_task(joining.join(transport, membership, NET, b"w" * 32))
     await until(lambda: SEED in sent)
     host.moved = {NET.seeds[0]: moved}

@@ -13,7 +13,7 @@ from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.errors import ConfigError, UnreachableError
 from geomesh_p2p.seed_files import SeedFiles, read_address
 from geomesh_p2p.swarm.addresses import Address
-from geomesh_p2p.swarm.transport import Libp2pTransport
+from geomesh_p2p.swarm.seeds import Seeds
 
 PEER = "12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
 OLD, NEW = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}", f"/ip4/127.0.0.1/tcp/4200/p2p/{PEER}"
@@ -58,13 +58,9 @@ def test_the_newest_address_of_a_file_is_kept_while_it_has_no_good_one(tmp_path:
     assert not SeedFiles()
 
 
-async def test_a_seed_that_starts_anew_elsewhere_is_dialled_there_once_its_file_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_seed_that_starts_anew_elsewhere_is_dialled_there_once_its_file_says_so(tmp_path: Path) -> None:
     file = tmp_path / "address"
     file.write_text(f"{OLD}\n")
-    transport = Libp2pTransport(NetSection(seeds=(OLD,), reach_seconds=60), tmp_path / "identity.key")
-    transport.seed_files = SeedFiles({OLD: f"@{file}"})
     dialled: list[str] = []
 
     async def dial(target: Address) -> None:
@@ -73,6 +69,7 @@ async def test_a_seed_that_starts_anew_elsewhere_is_dialled_there_once_its_file_
             file.write_text(f"{NEW}\n")
             raise Unreachable("connection refused")
 
-    monkeypatch.setattr(transport, "_dial", dial)
-    assert await asyncio.wait_for(transport.connect_seeds((OLD,)), 30.0) == (PEER,)
+    seeds = Seeds(NetSection(seeds=(OLD,), reach_seconds=60), "me", dial, lambda reason, text: None)
+    seeds.files = SeedFiles({OLD: f"@{file}"})
+    assert await asyncio.wait_for(seeds.connect((OLD,)), 30.0) == (PEER,)
     assert dialled == [OLD, NEW]
