@@ -330,7 +330,7 @@ class _Mesh:
         lines = child.last_lines()
         reason = lines[-1].removeprefix("geomesh: ") if lines and lines[-1].startswith("geomesh: ") else _killed(child.ended_by)
         ended = f"by signal {child.ended_by}" if child.ended_by else f"with code {code}"
-        at_start = not any(view.told for view in self.views.values())
+        at_start = not any(view.newest_told for view in self.views.values())
         if reason and not at_start:
             self._say(f"geomesh: {child.site} ended {ended} in round {view.round + 1}: {reason}")
         elif not reason:
@@ -360,8 +360,8 @@ class _Mesh:
             self.live.update(self._table())
             return
         at_work = [self.views[name] for name in self._running() & self.trainers]
-        newest = max((view.round for view in self.views.values()), default=0)
-        complete = max(newest - 1, min((view.round for view in at_work if view.told), default=newest))
+        newest = max((view.newest_told for view in self.views.values()), default=0)
+        complete = max(newest - 1, min((view.newest_told for view in at_work), default=newest))
         for number in range(self.printed_round + 1, complete + 1):
             records = [view.record for view in self.views.values()]
             if any(number in record.rounds for record in records):

@@ -28,7 +28,7 @@ class SiteView:
     tokens_per_second: float = 0.0
     loss: float | None = None
     longest_round_seconds: float = 0.0
-    told: set[int] = field(default_factory=set)  # rounds that it has told of since it was started
+    newest_told: int = 0  # round of which it has given an account since it was started; `round` may be ahead of it
 
     def take(self, event: dict[str, Any]) -> None:
         """Fold one control line of the site into what is shown."""
@@ -54,7 +54,7 @@ class SiteView:
     def _take_round(self, event: dict[str, Any]) -> None:
         self.record.take(event)
         self.round = int(event["round"])
-        self.told.add(self.round)
+        self.newest_told = max(self.newest_told, self.round)
         self.batch, self.inner_steps = int(event.get("batch") or 0), int(event.get("inner_steps") or 0)
         self.step = 0
         self.loss = self.loss if event.get("loss") is None else event["loss"]

@@ -20,7 +20,7 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.emulation import EMULATED_SHARE
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.lab.figures import Credits, PeerRecord, Tally, summarise_round
-from geomesh_p2p.lab.mesh import Limits, peer_commands, run_mesh, time_scale
+from geomesh_p2p.lab.mesh import Limits, _Mesh, peer_commands, run_mesh, time_scale
 from geomesh_p2p.lab.table import SiteView, round_line, size, table
 from geomesh_p2p.loading import SiteFile, load_sites
 from tests.injection.proof import fired, inject, injecting
@@ -340,6 +340,31 @@ def test_the_view_of_a_site_follows_what_it_says() -> None:
     assert (view.state, view.round) == ("ended (0): done", 4)
     shown = table("t", [view, SiteView("b")])
     assert shown.row_count == 2
+
+
+def test_a_rounds_line_waits_for_all_who_are_at_work_and_is_then_the_reports(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site that has committed a round, as its phase shows, gives its account of it a little later."""
+    bench.run_folder.mkdir(parents=True)
+    mesh = _Mesh(bench.run, bench.run_folder, bench.sites, QUICK)
+
+    def tells(site: str, idle: float, number: int = 1) -> None:
+        mesh._on_event(mesh.children[site], {"event": "phase", "phase": "idle", "round": number})
+        assert not capsys.readouterr().out
+        times = {"wall": 2.0, "straggler_idle": idle, "wan_idle": 0.0}
+        finish = {"planned_finish_seconds": 1.0, "finish_seconds": 1.0}
+        line = {"round": number, "digest": "ab" * 32, "members": ["a", "b", "c"], "inner_steps": 4, "times": times, **finish}
+        mesh._on_event(mesh.children[site], {"event": "round", "contributors": ["a", "b", "c"], **line})
+
+    tells("a", 0.0)
+    tells("b", 1.0)
+    tells("c", 2.0)
+    assert "straggler idle 50.0%" in capsys.readouterr().out
+    tells("a", 0.0, 2)
+    tells("b", 0.0, 2)
+    tells("a", 0.0, 3)
+    assert "round   2 " in capsys.readouterr().out, "c, which may be lost, holds up no line once the next round is there"
 
 
 def test_unequal_digests_are_seen_in_the_line_of_a_round() -> None:
