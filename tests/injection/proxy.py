@@ -457,9 +457,3 @@ def _holds(pid: int, inode: str) -> bool:
                 if os.readlink(entry.path) == f"socket:[{inode}]":
                     return True
     return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.injection import zygote
-from tests.injection.proxy import Network, free_port
+from tests.injection.ports import free_port
+from tests.injection.proxy import Network
 
 ROOT = Path(__file__).parents[2]
 GEOMESH = (sys.executable, "-m", "geomesh_p2p.cli")

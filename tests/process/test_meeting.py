@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from geomesh_p2p.lab.verify import main as verify
+from tests.injection.ports import free_port
 from tests.injection.proof import fired, inject
-from tests.injection.proxy import free_port
 from tests.process.sites import LIGHT, Site, Sites, until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]

@@ -25,6 +25,7 @@ from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.transport import Libp2pTransport
+from tests.injection.ports import free_port
 from tests.injection.proof import fired, inject
 
 PATIENCE_SECONDS = 20.0
@@ -56,12 +57,6 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - what is waited for is outside this process
             await asyncio.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def gone(process_id: int) -> bool:
