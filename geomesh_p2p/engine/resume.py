@@ -10,7 +10,7 @@ from pathlib import Path
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core.anchors import state_in_log
-from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import RoundLog
@@ -42,6 +42,7 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
     """The engine's weights are then the anchor, and its inner state that of the snapshot. Raises DataError if what is on
     disk cannot be read at all."""
     layout, codec, outer = settings
+    warnings = _drop_contradicted(store, snapshots)
     snapshot = snapshots.newest()
     if snapshot is None:
         log, state = RoundLog.founded(founding), OuterState.founded(engine.weights().copy())
@@ -51,7 +52,7 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
         log, state = RoundLog(snapshot.manifest.state), OuterState(snapshot.anchor, snapshot.momentum)
         if snapshot.inner is not None:
             engine.load_inner(str(snapshot.inner))
-    warnings = list(snapshot.problems) if snapshot is not None else []
+    warnings += snapshot.problems if snapshot is not None else ()
     while (found := _next_update(store, log.round + 1, warnings)) is not None:
         update, body = found
         log.append(update)
@@ -93,6 +94,30 @@ def _next_update(store: DiskStore, round: int, warnings: list[str]) -> tuple[Upd
         return None
 
 
+def _in_log(store: DiskStore, snapshots: Snapshots, round: int) -> tuple[Digest, Digest]:
+    """(hash of the snapshot of `round`, what the log on disk says of that state: empty if nothing). Raises DataError and
+    LookupError."""
+    manifest, following = snapshots.manifest(round), store.read_update(round + 1)
+    if following is None or following[0].base != manifest.state.digest:
+        return manifest.content, b""
+    return manifest.content, state_in_log(following[0])
+
+
+def _drop_contradicted(store: DiskStore, snapshots: Snapshots) -> list[str]:
+    """Nobody resumes from, exports or gives away a state of which the log says that the others had another one."""
+    said = []
+    for round in snapshots.rounds():
+        with suppress(DataError, LookupError):
+            own, others = _in_log(store, snapshots, round)
+            if others and own != others:
+                snapshots.drop(round)
+                said.append(
+                    f"{snapshots.path(round)} holds another state than the most had after round {round}, so the log says: "
+                    "it is deleted, and this peer goes on from an older one, or asks the others"
+                )
+    return said
+
+
 class Rebuilder:
     """Makes a peer's shared state anew from what the log agrees with: its newest snapshot of which an update on disk says that
     most contributors had the same, or the initial weights, and the updates since. What is found wrong on the way is replaced.
@@ -113,6 +138,7 @@ class Rebuilder:
                     if state is not None:
                         self._replay(state, start, round)
                         return state.anchor, state.momentum
+        _drop_contradicted(self._store, self._snapshots)
         return None
 
     def _begin(self, start: int) -> OuterState | None:
@@ -123,10 +149,8 @@ class Rebuilder:
 
     def vouched(self, round: int) -> bool:
         """Whether the log on disk says that the others had the snapshot of `round` too."""
-        manifest, following = self._snapshots.manifest(round), self._store.read_update(round + 1)
-        if following is None or following[0].base != manifest.state.digest:
-            return False
-        return state_in_log(following[0]) == manifest.content
+        own, others = _in_log(self._store, self._snapshots, round)
+        return own == others
 
     def _replay(self, state: OuterState, start: int, stop: int) -> None:
         layout, codec, outer = self._settings

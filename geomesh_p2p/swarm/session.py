@@ -112,6 +112,8 @@ class Session:
         self._anchor_at = replica.log.state  # once the bench has done its work; ahead of the replica while this peer catches up
         self._ends = False
         self._good_ends = {0}
+        self._remade: Made | None = None  # what this peer's anchor came to, until the replica has heard it
+        self._unsaved = False
         self._seen_plan: Plan | None = None
         self._seen_members: tuple[tuple[str, ...], str] = ((), "")
         self._seen_phase: obs.PhaseChanged | None = None
@@ -194,6 +196,8 @@ class Session:
                 except OSError as error:
                     self.around.observe(obs.Warned("save_failed", f"cannot save to disk: {error}"))
                     pending = deque(self.replica.handle(ev.SaveFailed(str(error)), self.around.clock()))
+            if isinstance(event, ev.StateChecked):
+                self._remade = None
             self._woken.set()
             self._show_phase()
 
@@ -355,10 +359,19 @@ class Session:
             self._ends = True
             self.bench.put(ValidateAll(round))
 
+    def _doubted(self) -> bool:
+        """Whether this peer's anchor was found to be another than the most have, and is not made anew yet."""
+        return self.replica.s.checking and self._remade not in ("sound", "repaired")
+
     def _save_snapshot(self, state: LogState) -> None:
         loop, part_residual = asyncio.get_running_loop(), self.desk.part_residual()
 
         def write(anchor: Any, momentum: Any, residual: Any, save_inner: Callable[[str], None]) -> None:
+            if self._doubted():
+                self._unsaved = True
+                said = f"the anchor after round {state.round} is not saved: it is not known to be right, and not made anew yet"
+                self.around.observe(obs.Warned("not_saved", said))
+                return
             begun = time.perf_counter()
             try:
                 manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner, part_residual)
@@ -513,9 +526,15 @@ class Session:
         self._show_links()
 
     def _made_anew(self, round: int, outcome: Made) -> None:
+        self._remade = outcome
         if outcome == "lost":
-            self._spawn(self._get_sound_snapshot())
+            if not self._over.is_set():
+                self._spawn(self._get_sound_snapshot())
             return
+        if self._unsaved:
+            self._unsaved = False
+            if self._anchor_at.round % self.planning.save.snapshot_every_rounds == 0:
+                self._save_snapshot(self._anchor_at)
         if outcome == "repaired":
             said = f"this peer's anchor after round {round} was wrong; it was made anew from its snapshot and the log"
             self.around.observe(obs.Warned("anchor_repaired", said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ async def flip(peer: CalmPeer, shared: str, index: int, bit: int = 12) -> int:
     await until(lambda: bool(done))
     fired(done[0][0], "a bit of the shared state was flipped")
     return done[0][1]
+
+
+def warned(peer: CalmPeer, reason: str) -> list[str]:
+    return [event.text for event in peer.events if isinstance(event, obs.Warned) and event.reason == reason]
 
 
 def noted(peer: CalmPeer, kind: str) -> list[dict[str, Any]]:
@@ -141,6 +146,54 @@ async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path
     repaired = noted(odd, "checked")[0]["round"]
     await until(lambda: equal_after(peers, repaired))
     await stopped(peers)
+
+
+@pytest.mark.case("C070")
+@pytest.mark.fault
+@virtual
+async def test_an_anchor_that_is_known_to_be_wrong_is_never_saved_and_its_peer_leaves_in_good_order(tmp_path: Path) -> None:
+    """Nobody has a sound snapshot, so it stays wrong; neither the next snapshot's round nor the peer's end saves it."""
+    peers = calm_mesh(tmp_path, ["a", "b", "c", "d"], long_run(1000, 3), Network())
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    odd = peers[2]
+    assert odd.session is not None
+    odd.session.around.rebuild._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
+    await until(lambda: all(peer.model.round >= 3 for peer in peers))
+    await flip(odd, "anchor", 7)
+    await until(lambda: warned(odd, "anchor_lost"))
+    save = odd.session.planning.save.model_copy(update={"snapshot_every_rounds": 2})
+    odd.session.planning = replace(odd.session.planning, save=save)
+    at = odd.model.round
+    await until(lambda: odd.model.round >= at + 4)
+    odd.session.leave("signal SIGTERM")
+    assert odd.task is not None
+    await odd.task
+    assert odd.session.outcome is not None
+    assert odd.session.outcome[0] == 0
+    assert odd.session.around.snapshots.rounds() == []
+    assert len(warned(odd, "not_saved")) >= 3, "two rounds of snapshots, and the end"
+    odd.store.close()
+    await stopped([peer for peer in peers if peer is not odd])
+
+
+@pytest.mark.case("C070")
+@pytest.mark.fault
+@virtual
+async def test_a_snapshot_that_was_due_while_an_anchor_was_wrong_is_made_once_it_is_right(tmp_path: Path) -> None:
+    """The snapshot is due with the very commit by which the fault is found."""
+    peers = await started(tmp_path, ["a", "b", "c", "d"], long_run(1, 3), 3)
+    odd = peers[2]
+    assert odd.session is not None
+    await flip(odd, "anchor", 7)
+    await until(lambda: bool(noted(odd, "checked")))
+    assert noted(odd, "checked")[0]["outcome"] == "repaired"
+    repaired = noted(odd, "checked")[0]["round"]
+    await until(lambda: max(odd.session.around.snapshots.rounds(), default=0) > repaired)
+    await stopped(peers)
+    for round in odd.session.around.snapshots.rounds():
+        others = [peer for peer in peers if peer.session and round in peer.session.around.snapshots.rounds()]
+        assert len({peer.session.around.snapshots.manifest(round).content for peer in others if peer.session}) == 1
 
 
 @virtual

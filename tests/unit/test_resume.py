@@ -171,6 +171,29 @@ def test_nothing_sound_on_disk_is_said(tmp_path: Path) -> None:
     assert rebuilder(store, snapshots)(6) is None
 
 
+@pytest.mark.case("C070")
+def test_nobody_resumes_from_a_snapshot_that_the_log_contradicts(tmp_path: Path) -> None:
+    """The last one, of which no update speaks yet, is judged by the others once this peer is back."""
+    store, snapshots, sound = run_on_disk(tmp_path, wrong_from=4)
+    snapshots.drop(6)
+    found = resume(store, snapshots, weights(), REBUILT, SETTINGS)
+    assert snapshots.rounds() == [2]
+    assert (found.log.round, found.newest_ever) == (6, 6)
+    assert np.array_equal(found.state.anchor, sound.anchor)
+    assert "snapshot-4 holds another state" in found.warnings[0]
+
+
+@pytest.mark.case("C070")
+def test_of_snapshots_that_are_all_contradicted_none_is_left_and_the_peer_knows_that_it_lacks_rounds(tmp_path: Path) -> None:
+    store, snapshots, _ = run_on_disk(tmp_path, wrong_from=0)
+    snapshots.drop(6)
+    store.prune(3)
+    assert rebuilder(store, snapshots)(6) is None
+    assert snapshots.rounds() == [], "it is exported by nobody either"
+    found = resume(store, snapshots, weights(), REBUILT, SETTINGS)
+    assert (found.log.round, found.newest_ever) == (0, 6)
+
+
 # ---------------------------------------------------------------- what was left unsaid
 
 KEEPS = (SETTINGS[0], CodecSection(residual=True), SETTINGS[2])
