@@ -93,6 +93,16 @@ class FetchFailed:
 
 
 @dataclass(frozen=True)
+class ClaimAnswered:
+    """What ProveClaim came to: `peer` has shown that the log goes on from round `base`; it has shown no such thing; or it has
+    not answered."""
+
+    peer: PeerId
+    base: int
+    proof: Literal["proved", "refuted", "silent"]
+
+
+@dataclass(frozen=True)
 class SaveFailed:
     reason: str
 
@@ -123,8 +133,8 @@ class LeaveWanted:
 
 
 Event = (
-    Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed | SaveFailed
-    | Hashed | StateChecked | LeaveWanted
+    Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed
+    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted
 )
 
 # ---------------------------------------------------------------- actions
@@ -244,6 +254,16 @@ class FetchHeld:
 
 
 @dataclass(frozen=True)
+class ProveClaim:
+    """`peer` claims to have committed `round`: have it show the update that follows `base`, where this peer's log stands, or a
+    snapshot of a later round, beside all other work; answered by ClaimAnswered."""
+
+    peer: PeerId
+    round: int
+    base: LogState
+
+
+@dataclass(frozen=True)
 class CatchUp:
     """Get to `round` (or beyond) from one of `sources`, by updates or by snapshot and updates; answered by CaughtUp or
     FetchFailed."""
@@ -277,7 +297,7 @@ class Halt:
 
 Action = (
     SaveDurable | SaveHeld | AppendCommit | Send | NeedPlan | Train | CloseTraining | Rewind | StartExchange | MemberFinished
-    | StopExchange | FetchHeld | CatchUp | CheckState | Note | Halt
+    | StopExchange | FetchHeld | ProveClaim | CatchUp | CheckState | Note | Halt
 )
 
 # The fields of each kind, by their names in the line. A driver writes (and flushes) a note before it begins the next action
@@ -306,6 +326,8 @@ HISTORY_KINDS = {
     "join": "a peer became known and ready: peer_id, peer_site",
     "lost": "a peer was not heard for the limit: peer_id, peer_site, seconds, left (as it had said)",
     "blame": "a member sent what is refused by rule: peer_id, peer_site, round, reason",
+    "unproved": "a peer claims rounds for which it shows nothing that follows this peer's log: peer_id, peer_site, round (own "
+    "committed), claimed",
     "leave": "this peer leaves: reason",
     "stop": "this peer ended: exit_code, reason",
 }

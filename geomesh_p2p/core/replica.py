@@ -134,6 +134,9 @@ class Replica:
                     self.behind.failed()
                 else:
                     member.wanted = None
+            case ev.ClaimAnswered(peer, base, proof):
+                self.behind.answered(peer, base, proof)
+                self._look_around()
             case ev.SaveFailed(reason):
                 s.halt(75, _cannot_save(reason))
             case ev.Hashed(round, of, value):
@@ -212,7 +215,12 @@ class Replica:
                 s.send(peer, m.Commit(s.term, update))
             self._advance(update, "leader", s.term)
             self._end_reign()
-        if not self.leaving.still_let_go() and self.behind.due() and not s.halted:
+        if s.halted:
+            return
+        let_go = self.leaving.still_let_go()
+        if not let_go:
+            self.behind.ask()
+        if not let_go and self.behind.due():
             if self.election.role != "follower":     # nobody stands or leads from a round that is past
                 self.election.step_down(hold_back=False)
                 self._end_reign()
@@ -229,6 +237,7 @@ class Replica:
                 s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at, left=left)
         for peer in [p for p, seen in s.peers.items() if s.now - seen.at > s.timing.forget_seconds and p not in s.view]:
             del s.peers[peer]
+            self.behind.forget(peer)
         self._won(self.election.tick())
         self.member.tick()
         if s.now >= self.member.overtaken_until:
@@ -321,12 +330,13 @@ class Replica:
     def _look_around(self) -> None:
         """A peer that (re)starts says that it is ready only once it has what the others it hears have."""
         s = self.s
-        s.up_to_date = s.up_to_date or s.round >= max((other.beat.round for other in s.peers.values()), default=s.round + 1)
+        rounds = [seen.beat.round if self.behind.believes(peer) else 0 for peer, seen in s.peers.items()]
+        s.up_to_date = s.up_to_date or s.round >= max(rounds, default=s.round + 1)
 
-    def _learn(self, peer: PeerId, round: int, digest: Digest) -> None:
+    def _learn(self, peer: PeerId, round: int, digest: Digest, proved: bool = False) -> None:
         awaited = bool(self.s.leaving) and self.member.plan is None     # the commit that lets this peer go
         soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None or awaited
-        self.behind.learn(peer, round, digest, soon)
+        self.behind.learn(peer, round, digest, soon, proved)
 
     def _refuse_lower(self, sender: PeerId, plan: Digest) -> None:
         """Tell the leader of a past term which term is known here."""
@@ -361,7 +371,7 @@ class Replica:
         elif self.leaving.lets_go(update):
             self.leaving.let_go = update
         else:
-            self.behind.learn(sender, update.round, update.digest, soon=False)
+            self.behind.learn(sender, update.round, update.digest, soon=False, proved=update.base == s.log.digest)
 
     def _overtaken(self) -> None:
         """The exchange has brought the update whose commit came before it."""
@@ -372,7 +382,7 @@ class Replica:
         if assembled.seal == commit.update.seal:
             self._advance(commit.update, "message", commit.term)
         else:
-            self.behind.learn(sender, commit.update.round, commit.update.digest, soon=False)
+            self.behind.learn(sender, commit.update.round, commit.update.digest, False, proved=True)
 
     # -------------------------------------------------------------- the log grows
 

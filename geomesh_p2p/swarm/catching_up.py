@@ -14,18 +14,21 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from geomesh_p2p.core.anchors import state_in_log
-from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.events import CatchUp
+from geomesh_p2p.core.behind import Proof
+from geomesh_p2p.core.canonical import Digest, unpack
+from geomesh_p2p.core.events import CatchUp, ProveClaim
 from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, is_quorum
-from geomesh_p2p.core.ports import AdoptState, SnapshotManifest, SnapshotReceiver, SnapshotStore, Store
+from geomesh_p2p.core.ports import AdoptState, SnapshotManifest, SnapshotReceiver, SnapshotStore, Store, Unreachable
 from geomesh_p2p.core.types import PeerId, Update
 from geomesh_p2p.errors import DataError
 from geomesh_p2p.swarm.fetching import Fetcher
 
 HEADERS_AT_ONCE = 8
+PROOF_SECONDS = 15.0
 
 
 @dataclass
@@ -57,6 +60,29 @@ class CatchingUp:
         self._fetcher, self._store, self._snapshots = fetcher, store, snapshots
         self._committed, self._adopt = committed, adopt
         self._named: set[PeerId] = set()  # during one attempt to catch up
+
+    async def proof_of(self, claim: ProveClaim) -> Proof:
+        """Whether the peer shows that the log goes on from where this peer's stands, in PROOF_SECONDS and few bytes."""
+        try:
+            async with asyncio.timeout(PROOF_SECONDS):
+                return "proved" if await self._shows(claim) else "refuted"
+        except (TimeoutError, Unreachable, ExceptionGroup):
+            return "silent"
+
+    async def _shows(self, claim: ProveClaim) -> bool:
+        base = claim.base
+        try:
+            found = await self._fetcher.body(claim.peer, "header", base.round + 1)
+            if found is not None:
+                update = unpack(Update, found[0])
+                return update.round == base.round + 1 and update.base == base.digest
+            found = await self._fetcher.body(claim.peer, "manifest", 0)
+            if found is None:
+                return False
+            state = self._snapshots.described(found[1]).state
+            return state.run == base.run and base.round < state.round <= claim.round
+        except ValueError:
+            return False
 
     async def run(self, state: LogState, wanted: CatchUp) -> tuple[LogState | None, list[Update]]:
         """(state of a snapshot that was needed, or None; the updates after it). Both empty: nobody could help. All of it is
@@ -151,9 +177,9 @@ class CatchingUp:
         return sorted(offers.values(), key=lambda offer: (-offer.round, -len(offer.owners), offer.packed))
 
     async def _headers(self, known: dict[int, Update], rounds: range, sources: Sequence[PeerId]) -> None:
-        missing = [round for round in rounds if round not in known]
-        for start in range(0, len(missing), HEADERS_AT_ONCE):
-            some = missing[start : start + HEADERS_AT_ONCE]
+        """Of as many of `rounds` as there are: their end is what somebody claims."""
+        missing = (round for round in rounds if round not in known)
+        while some := list(islice(missing, HEADERS_AT_ONCE)):
             found = await asyncio.gather(*(self._fetcher.header(round, sources) for round in some))
             known |= {header.round: header for header in found if header is not None}
             if None in found:

@@ -294,6 +294,8 @@ class Session:
                 await self.desk.stop(reason, plan_digest)
             case ev.FetchHeld(held, sources):
                 self._spawn(self._fetch_held(held, sources))
+            case ev.ProveClaim():
+                self._spawn(self._prove(action))
             case ev.CatchUp():
                 self._spawn(self._catch_up(action))
             case ev.CheckState():
@@ -308,6 +310,8 @@ class Session:
             case "blame":
                 text = f"{fields['peer_site']} sent {fields['reason']}: refused by rule, it is left out for a while"
                 self.around.observe(obs.Warned("refused_by_rule", text))
+            case "unproved":
+                self.around.observe(obs.Warned("unproved_claim", _unproved_in_words(fields)))
             case "join":
                 self.around.observe(obs.PeerJoined(fields["peer_id"], fields["peer_site"]))
             case "mismatch":
@@ -420,6 +424,10 @@ class Session:
             return
         self.desk.keep_body(held.update.body, [body])
         self._put(ev.FetchedHeld(held))
+
+    async def _prove(self, claim: ev.ProveClaim) -> None:
+        proof = await self._catching_up.proof_of(claim)
+        self._put(ev.ClaimAnswered(claim.peer, claim.base.round, proof))
 
     async def _catch_up(self, wanted: ev.CatchUp) -> None:
         begun, log = self.around.clock(), self.replica.log
@@ -635,3 +643,10 @@ class Session:
             self._seen_leader = leads
             site = self.around.membership.site_of(self.replica.leader) if self.replica.leader else ""
             self.around.observe(obs.LeaderChanged(self.replica.term.number, site, self.replica.is_leader))
+
+
+def _unproved_in_words(fields: dict[str, Any]) -> str:
+    return (
+        f"{fields['peer_site']} claims round {fields['claimed']} and shows nothing that follows round {fields['round']} "
+        "of this peer's log: what it says of rounds is not believed until it does"
+    )

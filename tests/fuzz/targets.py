@@ -134,6 +134,9 @@ class ReplicaTarget:
         for action in self.replica.handle(event, self.now):
             if isinstance(action, ev.Send):
                 wire.encode_bytes(action.message, self.founding.run)  # what it answers can be sent
+            elif isinstance(action, ev.ProveClaim):
+                proof: Any = self.random.choice(("proved", "refuted", "silent"))
+                self._handle(ev.ClaimAnswered(action.peer, action.base.round, proof))
             elif isinstance(action, ev.CatchUp):
                 self._handle(ev.FetchFailed("catch_up", ""))
             elif isinstance(action, ev.FetchHeld):

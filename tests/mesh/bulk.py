@@ -215,6 +215,24 @@ class Bulk:
         self.at(self.now + late, kind, what)
         return True
 
+    def do_ProveClaim(self, node: Node, action: ev.ProveClaim) -> None:
+        self.at(self.now + 0.1, "prove", (node.peer, node.life, action))
+
+    def on_prove(self, what: tuple[PeerId, int, ev.ProveClaim]) -> None:
+        peer, life, claim = what
+        node = self.alive(peer, life)
+        if node is None or node.replica is None:
+            return
+        if self.held_up(node):
+            self.at(node.paused_until, "prove", what)
+            return
+        other, base = self.nodes.get(claim.peer), claim.base.round
+        if other is None or not self.answers(other, node):
+            self.at(self.now + 0.3, "event", (peer, life, ev.ClaimAnswered(claim.peer, base, "silent")))
+        else:
+            proved = len(other.disk.updates) > base
+            self.handle(node, ev.ClaimAnswered(claim.peer, base, "proved" if proved else "refuted"))
+
     def do_CatchUp(self, node: Node, action: ev.CatchUp) -> None:
         self.at(self.now + 0.2, "catch_up", (node.peer, node.life, action))
 

@@ -341,3 +341,58 @@ async def test_budgets_are_back_at_zero_after_every_round(tmp_path: Path, topolo
         assert peer.session is not None
         assert peer.session.desk._inbox.bytes == 0
         assert peer.transport.budgets.refused.total() == peer.transport.budgets.refused["stranger"]
+
+
+# ---------------------------------------------------------------- rounds that nobody has committed
+
+
+def claiming(peer: CalmPeer, told: list[int]) -> Callable[[], None]:
+    """`peer` says from now on, to all, that it has committed a million million rounds more; `told` lists its true rounds."""
+
+    def fault() -> None:
+        assert peer.session is not None
+        honest = peer.session._heartbeat
+
+        def lie() -> m.Heartbeat:
+            beat = honest()
+            told.append(beat.round)
+            return replace(beat, round=beat.round + 10**12, digest=b"?" * 32)
+
+        peer.session._heartbeat = lie  # type: ignore[method-assign]
+
+    return fault
+
+
+async def pace(peers: list[CalmPeer], seconds: float) -> list[float]:
+    """Rounds a second."""
+    begun = [peer.model.round for peer in peers]
+    await asyncio.sleep(seconds)
+    return [(peer.model.round - first) / seconds for peer, first in zip(peers, begun, strict=True)]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("trains", [True, False])
+@virtual
+async def test_who_claims_rounds_that_it_cannot_show_holds_up_nobody(tmp_path: Path, trains: bool) -> None:
+    """A member, or an observer: three honest peers commit on at their pace, lose no attempt, and name it once each."""
+    peers = calm_mesh(tmp_path, ["a", "b", "c", "liar"], endless(), Network())
+    liar, honest, told = peers[3], peers[:3], list[int]()
+    liar.trains = trains
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    await until(lambda: all(peer.model.round >= 5 for peer in peers))
+    before = await pace(honest, 60.0)
+    lost = [sum(kind == "discard" for kind, _ in peer.notes) for peer in honest]
+    inject(claiming(liar, told))
+    await asyncio.sleep(2.0)
+    fired(told, "the liar's heartbeats claimed rounds that there are not")
+    after = await pace(honest, 120.0)
+    assert all(later > 0.9 * earlier for earlier, later in zip(before, after, strict=True)), (before, after)
+    assert [sum(kind == "discard" for kind, _ in peer.notes) for peer in honest] == lost
+    assert not any(noted["committed_by"] == "catch_up" for peer in honest for noted in peer.commits()[-20:])
+    for peer in honest:
+        (line,) = warned(peer, "unproved_claim")
+        assert line.startswith("liar claims round 1000000")
+        assert "is not believed until it does" in line
+    assert equal_digests(honest)
+    await ended(peers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.log import LogState, RoundLog
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.round import NOT_READY, RESTARTED
-from geomesh_p2p.core.types import Range, Term
+from geomesh_p2p.core.types import NO_TERM, Plan, Range, Term
 from tests.unit.replicas import BASE, RUN, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
 
 
@@ -360,3 +362,86 @@ def test_a_peer_that_cannot_save_what_comes_before_its_end_ends_all_the_same() -
     assert halt.exit_code == 75
     assert "no space left" in halt.reason
     assert peer.handle(ev.Tick(), 10.0) == []
+
+
+# ---------------------------------------------------------------- claims of rounds beyond
+
+
+def claims(me: Replica, peer: str, round: int, now: float) -> list[ev.Action]:
+    return me.handle(beat(peer, round=round, digest=b"?" * 32), now)
+
+
+def answers(me: Replica, peer: str, proof: Any, now: float) -> list[ev.Action]:
+    return me.handle(ev.ClaimAnswered(peer, me.round, proof), now)
+
+
+def at_work() -> tuple[Replica, Plan]:
+    """b trains for a plan of a's, who leads."""
+    member, p = replica("b"), plan()
+    for peer in "ac":
+        member.handle(beat(peer, T1, "a"), 0.5)
+    member.handle(offer(p), 1.0)
+    return member, p
+
+
+def test_a_claim_costs_the_round_at_work_nothing_until_it_is_proved() -> None:
+    member, p = at_work()
+    actions = claims(member, "c", 10**12, 1.1)
+    (asked,) = of_kind(actions, ev.ProveClaim)
+    assert (asked.peer, asked.round, asked.base) == ("c", 10**12, member.log.state)
+    assert not of_kind(actions, ev.CatchUp)
+    assert not of_kind(claims(member, "c", 10**12 + 1, 1.2), ev.ProveClaim), "it is being asked"
+    assert not of_kind(answers(member, "c", "refuted", 1.3), ev.CatchUp)
+    assert member.plan == p
+    claims(member, "a", 5, 1.4)
+    actions = answers(member, "a", "proved", 1.5)
+    assert (of_kind(actions, ev.CatchUp)[0].round, of_kind(actions, ev.CatchUp)[0].sources[0]) == (5, "a")
+    assert of_kind(actions, ev.Rewind)
+    assert member.plan is None
+
+
+def test_who_cannot_show_what_it_claims_is_asked_ever_more_rarely_named_once_and_not_believed() -> None:
+    back, asked, named = replica("b"), list[float](), list[float]()
+    for tenth in range(1200):
+        now = 1.0 + tenth / 10
+        actions = claims(back, "c", 10**12, now)
+        if of_kind(actions, ev.ProveClaim):
+            asked.append(now)
+            actions = answers(back, "c", "refuted", now)
+        named += [now for note in of_kind(actions, ev.Note) if note.kind == "unproved"]
+    assert [round(later - before) for before, later in pairwise(asked)] == [1, 2, 4, 8, 16, 32], "after the last, 60 s"
+    assert named == [asked[1]]
+    assert back.heartbeat_fields()["ready"], "this peer does not wait for what nobody has"
+
+
+def test_who_does_not_answer_is_asked_again_and_the_others_meanwhile() -> None:
+    me = replica("b", view="abcdefg")
+    asked = [claim.peer for peer in "acdefg" for claim in of_kind(claims(me, peer, 9, 1.0), ev.ProveClaim)]
+    assert asked == ["a", "c", "d"], "a few at once"
+    assert [claim.peer for claim in of_kind(answers(me, "a", "silent", 1.1), ev.ProveClaim)] == ["e"]
+    assert [claim.peer for claim in of_kind(answers(me, "c", "silent", 1.1), ev.ProveClaim)] == ["f"]
+    assert of_kind(answers(me, "e", "proved", 1.2), ev.CatchUp)
+    assert me.next_deadline() > 1.2
+    actions = [*me.handle(ev.FetchFailed("catch_up", "e"), 2.5), *me.handle(ev.Tick(), 3.0)]
+    assert [claim.peer for claim in of_kind(actions, ev.ProveClaim)] == ["g"], "d and f are being asked, e has failed"
+
+
+def test_a_claim_that_comes_true_speaks_for_its_peer() -> None:
+    me = replica("b")
+    for now in (1.0, 2.5):
+        claims(me, "a", 4, now)
+        answers(me, "a", "refuted", now)
+    assert not me.behind.believes("a")
+    claims(me, "a", 4, 5.0)
+    answers(me, "a", "proved", 5.1)
+    me.handle(ev.CaughtUp((update(plan()),)), 5.2)
+    assert me.round == 4
+    assert me.behind.believes("a")
+    assert not me.behind.claims
+
+
+def test_claims_of_many_take_bounded_room() -> None:
+    me = replica("b")
+    for number in range(3000):
+        me.handle(ev.Received(f"stranger-{number}", m.Vote(False, T1, False, NO_TERM, "", 10**12, b"?" * 32, None)), 1.0)
+    assert len(me.behind.claims) <= 1024
