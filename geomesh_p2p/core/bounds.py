@@ -118,8 +118,8 @@ def _ranges_fault(plan: Plan, given: Assignment, c: Contribution) -> str:
 
 
 def magnitude_fault(own: Sequence[float], all_members: Sequence[Sequence[float]]) -> str:
-    """Why a delta is too large to be meant: `own` are its mean magnitudes, tensor by tensor, `all_members` those of every
-    contributor, itself included. With fewer than three nobody can say who is odd."""
+    """Why a delta is too large to be meant: `own` are its sizes (all means of |x|, or all maxima), tensor by tensor,
+    `all_members` those of every contributor, itself included. With fewer than three nobody can say who is odd."""
     if len(all_members) < 3:
         return ""
     for tensor, mine in enumerate(own):

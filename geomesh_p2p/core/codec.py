@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -450,24 +450,51 @@ def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int)
     return [(low, high) for low, high in ranges if low < high]
 
 
-def tensor_magnitudes(layout: Layout, settings: CodecSection, payload: Any, start: int, stop: int) -> list[float]:
-    """The mean magnitude of each tensor that parameters [start, stop) touch (of those rows alone that they touch), in order;
-    none for plain numbers. `payload` need hold no more than the bytes that `slice_payload(start, stop)` names."""
-    return _by_tensor(whole(layout, settings), layout, payload, start, stop)
+class Sizes(NamedTuple):
+    """How large what is said is, tensor by tensor: mean and maximum of |x|. With one bit: of the magnitudes of its rows."""
+
+    means: list[float]
+    maxima: list[float]
 
 
-def part_magnitudes(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> list[float]:
-    """As `tensor_magnitudes`, for a reducer's answer for [start, stop)."""
-    return _by_tensor(part_of(layout, settings, start, stop), layout, part, start, stop)
+def tensor_sizes(layout: Layout, settings: CodecSection, payload: Any, start: int, stop: int) -> Sizes:
+    """Of each tensor that parameters [start, stop) touch, in order, as far as they touch it. `payload` need hold no more than
+    the bytes that `slice_payload(start, stop)` names."""
+    return _sizes(whole(layout, settings), payload, start, stop)
 
 
-def _by_tensor(section: Section, layout: Layout, data: Any, start: int, stop: int) -> list[float]:
-    if not section.magnitudes or start >= stop:
-        return []
+def part_sizes(layout: Layout, settings: CodecSection, part: Any, start: int, stop: int) -> Sizes:
+    """As `tensor_sizes`, for a reducer's answer for [start, stop)."""
+    return _sizes(part_of(layout, settings, start, stop), part, start, stop)
+
+
+def _sizes(section: Section, data: Any, start: int, stop: int) -> Sizes:
+    if start >= stop:
+        return Sizes([], [])
+    if section.width == 1:
+        return _sizes_of_rows(section, data, start, stop)
+    decoder, scratch = _Decoder(section, data), np.empty(CHUNK, np.float32)
+    sums, counts, maxima = dict[int, float](), dict[int, int](), dict[int, float]()
+    for begin in range(start, stop, CHUNK):
+        end = min(begin + CHUNK, stop)
+        pieces = list(section.layout.pieces(begin, end))
+        values = decoder.decode(begin, end, pieces, scratch[: end - begin])
+        np.abs(values, out=values)
+        for piece in pieces:
+            some = values[piece.start - begin : piece.stop - begin]
+            sums[piece.tensor] = sums.get(piece.tensor, 0.0) + float(some.sum(dtype=np.float64))
+            counts[piece.tensor] = counts.get(piece.tensor, 0) + some.size
+            maxima[piece.tensor] = max(maxima.get(piece.tensor, 0.0), float(some.max()))
+    return Sizes([sums[tensor] / counts[tensor] for tensor in sums], list(maxima.values()))
+
+
+def _sizes_of_rows(section: Section, data: Any, start: int, stop: int) -> Sizes:
+    layout = section.layout
     first, last = layout.magnitude_range(start, stop)
     head = section.head(section.checked(data))[first - section.first_magnitude : last - section.first_magnitude]
     edges = [first, *(edge for edge in layout.first_magnitudes if first < edge < last), last]
-    return [float(head[low - first : high - first].mean(dtype=np.float64)) for low, high in pairwise(edges)]
+    rows = [head[low - first : high - first] for low, high in pairwise(edges)]
+    return Sizes([float(some.mean(dtype=np.float64)) for some in rows], [float(some.max()) for some in rows])
 
 
 def fault_in(layout: Layout, settings: CodecSection, payload: Any) -> str:

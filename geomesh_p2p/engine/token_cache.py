@@ -1,13 +1,15 @@
 """Tokens on disk, made once for all peers of a host, and read without reading text: a start seeks, it does not replay.
 
 A folder of the cache is named after what its tokens depend on (files by path, size and time of change, tokenizer, seed and
-so on) and gets its name only once it is whole. Who makes one holds a lock that dies with its process.
+so on) and gets its name only once it is whole. Who makes one holds a lock that dies with its process. Whoever opens one reads
+it through once and compares hashes: a value that has changed on disk is not trained on.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,18 @@ class _Description:
     documents_hash: str
     train: int
     held_out: int
+    files: dict[str, str] = field(default_factory=dict)
+    """Hash of each file of tokens."""
+    checksum: str = ""
+    """Of all that is said above."""
+
+    def sealed(self) -> _Description:
+        said = json.dumps(asdict(replace(self, checksum="")), sort_keys=True)
+        return replace(self, checksum=hashlib.blake2b(said.encode(), digest_size=32).hexdigest())
+
+
+class _UnusableError(Exception):
+    """What is wrong with a folder of tokens, in words."""
 
 
 def users_folder() -> Path | None:
@@ -68,7 +82,7 @@ def kept(cache: Path, key: str, prepare: Callable[[], Prepared], patience_second
             for rest in cache.glob(f"{key}*{PARTIAL}") if alone else ():  # its maker was killed
                 shutil.rmtree(rest, ignore_errors=True)
             if folder.exists():
-                log.warning("%s is damaged: its tokens are made again", folder)
+                log.warning("%s %s: its tokens are made again", folder, _why_not(folder))
                 shutil.rmtree(folder)
             made = prepare()
             _keep(folder, made)
@@ -78,14 +92,44 @@ def kept(cache: Path, key: str, prepare: Callable[[], Prepared], patience_second
 
 
 def _load(folder: Path) -> Prepared | None:
+    """None if there is nothing, or nothing that is whole and unchanged."""
     try:
-        said = _Description(**json.loads((folder / "documents.json").read_bytes()))
+        return _read(folder)
+    except _UnusableError:
+        return None
+
+
+def _why_not(folder: Path) -> str:
+    try:
+        _read(folder)
+    except _UnusableError as error:
+        return str(error)
+    return "was damaged a moment ago"
+
+
+def _read(folder: Path) -> Prepared:
+    """Every byte is read, once and in order, before any is used."""
+    try:
+        told = json.loads((folder / "documents.json").read_bytes())
+        if set(told) == {f.name for f in fields(_Description)} - {"files", "checksum"}:
+            raise _UnusableError("was made by an older release, without hashes")
+        said = _Description(**told)
+        if said.sealed() != said:
+            raise _UnusableError("is damaged (documents.json)")
+        for part in PARTS:
+            if _hash(folder / f"{part}.npy") != said.files[part]:
+                raise _UnusableError(f"is damaged ({part}.npy does not fit its hash)")
         train, held_out = (np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS)
-    except (OSError, ValueError, TypeError, EOFError):
-        return None
+    except (OSError, ValueError, TypeError, EOFError, KeyError) as error:
+        raise _UnusableError(f"is damaged ({error})") from None
     if (train.ndim, held_out.ndim, len(train), len(held_out)) != (1, 1, said.train, said.held_out):
-        return None
+        raise _UnusableError("is damaged (it has other lengths than it says)")
     return Prepared(train, held_out, said.documents, said.documents_hash)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def _keep(folder: Path, made: Prepared) -> None:
@@ -98,8 +142,9 @@ def _keep(folder: Path, made: Prepared) -> None:
                 np.save(file, getattr(made, part))
                 file.flush()
                 os.fsync(file.fileno())
-        said = _Description(made.documents, made.documents_hash, len(made.train), len(made.held_out))
-        (aside / "documents.json").write_text(json.dumps(asdict(said)))
+        files = {part: _hash(aside / f"{part}.npy") for part in PARTS}
+        said = _Description(made.documents, made.documents_hash, len(made.train), len(made.held_out), files)
+        (aside / "documents.json").write_text(json.dumps(asdict(said.sealed())))
         sync_folder(aside)
         try:
             aside.rename(folder)

@@ -60,15 +60,16 @@ class ExchangeCodec:
     def odd_ones(self, payloads: Sequence[Bytes], share: Range | None) -> dict[int, str]:
         """Contributions (by index) that are too large beside the others to be meant, and why. `share`: as far as it goes."""
         start, stop = (share.start, share.stop) if share is not None else (0, self.layout.parameters)
-        magnitudes = [codec.tensor_magnitudes(self.layout, self.settings, payload, start, stop) for payload in payloads]
-        faults = {index: magnitude_fault(own, magnitudes) for index, own in enumerate(magnitudes)}
+        sizes = [codec.tensor_sizes(self.layout, self.settings, payload, start, stop) for payload in payloads]
+        means, maxima = [size.means for size in sizes], [size.maxima for size in sizes]
+        faults = {i: magnitude_fault(means[i], means) or magnitude_fault(maxima[i], maxima) for i in range(len(sizes))}
         return {index: fault for index, fault in faults.items() if fault}
 
     def odd_part(self, part: Bytes, share: Range, own: Bytes) -> str:
         """Why a reducer's answer is too large beside this peer's own contribution to be a mean, or nothing."""
         span = (share.start, share.stop)
-        said = codec.part_magnitudes(self.layout, self.settings, part, *span)
-        return part_fault(said, codec.tensor_magnitudes(self.layout, self.settings, own, *span))
+        said = codec.part_sizes(self.layout, self.settings, part, *span)
+        return part_fault(said.means, codec.tensor_sizes(self.layout, self.settings, own, *span).means)
 
     def agreement(
         self, payloads: Sequence[Bytes], tokens: Sequence[int], share: Range | None, seed: bytes

@@ -26,9 +26,10 @@ from tests.mesh.toy import SIZE, ToyEngine, toy_run
 Lie = Callable[[Any], Any]
 
 
-def endless(topology: str = "gather") -> Any:
+def endless(topology: str = "gather", kind: str = "sign") -> Any:
     run = toy_run(topology=topology)
-    return run.model_copy(update={"run": run.run.model_copy(update={"rounds": 1_000_000})})
+    codec = run.codec.model_copy(update={"payload": kind})
+    return run.model_copy(update={"run": run.run.model_copy(update={"rounds": 1_000_000}), "codec": codec})
 
 
 def started(folder: Path, names: list[str], run: Any, network: Network | None = None) -> list[CalmPeer]:
@@ -81,6 +82,13 @@ def absurd_magnitude(local: Any, times: float = 1e5) -> Any:
     return replace(local, payload=payload, contribution=replace(local.contribution, payload=digest_bytes(payload)))
 
 
+def numbers_too_large(local: Any) -> Any:
+    payload = local.payload.copy()
+    numbers = payload.view("<f4" if payload.size == 4 * SIZE else "<f2")
+    numbers *= numbers.dtype.type(1000)
+    return replace(local, payload=payload, contribution=replace(local.contribution, payload=digest_bytes(payload)))
+
+
 def negative_magnitude(local: Any) -> Any:
     return absurd_magnitude(local, -1.0)
 
@@ -99,15 +107,18 @@ LIES = [
 @pytest.mark.fault
 @pytest.mark.case("C119")
 @pytest.mark.parametrize(
-    ("lie", "says", "topology"),
-    [(*lie, "gather") for lie in LIES] + [(*lie, "reduce") for lie in LIES[-3:]],
+    ("lie", "says", "topology", "kind"),
+    [(*lie, "gather", "sign") for lie in LIES]
+    + [(*lie, "reduce", "sign") for lie in LIES[-3:]]
+    + [(absurd_magnitude, "times the others' magnitude", "gather", "int8")]
+    + [(numbers_too_large, "times the others' magnitude", *how) for how in (("gather", "fp32"), ("reduce", "fp16"))],
     ids=lambda value: getattr(value, "__name__", str(value)[:12]),
 )
 @virtual
 async def test_what_is_out_of_bounds_is_refused_and_its_sender_named_and_left_out(
-    tmp_path: Path, lie: Lie, says: str, topology: str
+    tmp_path: Path, lie: Lie, says: str, topology: str, kind: str
 ) -> None:
-    peers = started(tmp_path, ["a", "b", "c", "liar"], endless(topology))
+    peers = started(tmp_path, ["a", "b", "c", "liar"], endless(topology, kind))
     liar, told = peers[3], list[int]()
     assert liar.session is not None
     hand_in = liar.session._hand_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from geomesh_p2p.core.types import (
     StepReport,
     Term,
 )
+from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 
 RUN, BASE = b"r" * 32, b"b" * 32
 LENGTH = 16
@@ -212,43 +213,97 @@ def test_no_liar_within_bounds_breaks_the_planner(
 
 
 LAYOUT = Layout((Tensor("embedding", 640, 40), Tensor("matrix", 4000), Tensor("norm", 37)))
+PAYLOADS = get_args(CodecSection.model_fields["payload"].annotation)
 
 
-def payload(seed: int, scale: float = 1.0, norm: float = 1.0) -> Any:
+def delta(seed: int, scale: float = 1.0, norm: float = 1.0) -> Any:
     values = np.random.default_rng(seed).standard_normal(LAYOUT.parameters).astype(np.float32) * np.float32(scale)
     values[-37:] *= np.float32(norm)
-    return codec.encode(LAYOUT, values, np.zeros_like(values), CodecSection())
+    return values
 
 
-def magnitudes(data: Any, start: int = 0, stop: int = LAYOUT.parameters) -> list[float]:
-    return codec.tensor_magnitudes(LAYOUT, CodecSection(), data, start, stop)
+def payload(values: Any, settings: CodecSection) -> Any:
+    return codec.encode(LAYOUT, values, np.zeros_like(values), settings)
 
 
-def test_magnitudes_are_compared_tensor_by_tensor() -> None:
-    everybody = [magnitudes(payload(seed, scale)) for seed, scale in enumerate((0.05, 1.0, 2.0, 40.0))]
-    assert [bounds.magnitude_fault(own, everybody) for own in everybody] == [""] * 4
-    liar = magnitudes(payload(9, norm=1e4))
-    assert "in tensor 2" in bounds.magnitude_fault(liar, [*everybody, liar])
-    assert [bounds.magnitude_fault(own, [*everybody, liar]) for own in everybody] == [""] * 4
-    assert bounds.magnitude_fault(liar, [everybody[1], liar]) == "", "of two nobody can say who is odd"
+def exchange_codec(kind: str, **changes: Any) -> ExchangeCodec:
+    return ExchangeCodec(LAYOUT, CodecSection.model_validate({"payload": kind, **changes}))
+
+
+@pytest.mark.case("C119")
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_sizes_are_compared_tensor_by_tensor_whatever_a_contribution_carries(kind: str, granularity: str) -> None:
+    of = exchange_codec(kind, granularity=granularity)
+    honest = [payload(delta(seed, scale), of.settings) for seed, scale in enumerate((0.05, 1.0, 2.0, 40.0))]
+    liar = payload(delta(9, norm=1e4), of.settings)
+    for share in (None, Range(0, LAYOUT.parameters), Range(4640, LAYOUT.parameters), Range(320, LAYOUT.parameters)):
+        assert of.odd_ones(honest, share) == {}
+        (said,) = of.odd_ones([*honest, liar], share).items()
+        assert said[0] == 4
+        assert "times the others' magnitude" in said[1]
+    assert "in tensor 2" in of.odd_ones([*honest, liar], None)[4]
+    assert of.odd_ones([*honest, liar], Range(0, 4640)) == {}, "what lies in another's share is for that one to judge"
+    assert of.odd_ones([honest[1], liar], None) == {}, "of two nobody can say who is odd"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PAYLOADS if kind != "sign"])
+def test_one_number_that_is_too_large_is_found_where_each_has_its_own(kind: str) -> None:
+    of = exchange_codec(kind)
+    honest = [payload(delta(seed), of.settings) for seed in range(3)]
+    spike = delta(9)
+    spike[1000] = 1e3
+    assert 3 in of.odd_ones([*honest, payload(spike, of.settings)], None)
+
+
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_a_number_beyond_all_measure_is_refused_in_any_kind(kind: str) -> None:
+    of = exchange_codec(kind)
+    for absurd in (float("nan"), float("inf"), 2e6, -2e6):
+        data = payload(delta(1), of.settings).copy()
+        numbers = data.view("<f2" if kind == "fp16" else "<f4") if kind.startswith("fp") else data[: 4 * 42].view("<f4")
+        with np.errstate(over="ignore"):
+            numbers[1] = absurd
+        assert "finite" in of.fault_in_payload(data)
+    assert of.fault_in_payload(payload(delta(1), of.settings)) == ""
+
+
+@pytest.mark.parametrize(("kind", "bits"), [*(("sign", bits) for bits in (1, 2, 4, 8)), *((k, 1) for k in PAYLOADS[1:])])
+def test_a_reducers_answer_is_compared_with_the_receivers_own_delta(kind: str, bits: int) -> None:
+    of, span = exchange_codec(kind, second_phase_bits=bits), Range(640, 4640)
+    own = payload(delta(1), of.settings)
+    for scale, refused in ((1.0, False), (50.0, False), (1e-6, False), (5e3, True)):
+        part = codec.encode_part(LAYOUT, of.settings, delta(2, scale)[640:4640], 640, 4640)
+        assert ("times this peer's own" in of.odd_part(part, span, own)) == refused
+    still = payload(np.zeros(LAYOUT.parameters, np.float32), of.settings)
+    assert of.odd_part(codec.encode_part(LAYOUT, of.settings, delta(2)[640:4640], 640, 4640), span, still) == ""
 
 
 def test_a_share_is_judged_by_what_lies_in_it() -> None:
-    data = payload(1)
-    whole = magnitudes(data)
-    assert magnitudes(data, 640, 4640) == [whole[1]]
-    assert magnitudes(data, 0, 640) == [whole[0]]
-    assert len(magnitudes(data, 320, 648)) == 2
-    assert magnitudes(data, 8, 8) == []
-    part = codec.encode_part(LAYOUT, CodecSection(), np.full(4000, 0.5, np.float32), 640, 4640)
-    assert codec.part_magnitudes(LAYOUT, CodecSection(), part, 640, 4640) == [0.5]
+    settings = CodecSection()
+    data = payload(delta(1), settings)
+
+    def means(start: int, stop: int) -> list[float]:
+        return codec.tensor_sizes(LAYOUT, settings, data, start, stop).means
+
+    whole = means(0, LAYOUT.parameters)
+    assert means(640, 4640) == [whole[1]]
+    assert means(0, 640) == [whole[0]]
+    assert len(means(320, 648)) == 2
+    assert means(8, 8) == []
+    part = codec.encode_part(LAYOUT, settings, np.full(4000, 0.5, np.float32), 640, 4640)
+    assert codec.part_sizes(LAYOUT, settings, part, 640, 4640).means == [0.5]
     assert bounds.part_fault([0.5], [0.8]) == ""
     assert "times this peer's own" in bounds.part_fault([0.5], [1e-5])
     assert bounds.part_fault([0.5], [0.0]) == ""
 
 
-def test_plain_numbers_have_no_magnitudes_to_compare() -> None:
-    values = np.ones(LAYOUT.parameters, np.float32)
-    data = codec.encode(LAYOUT, values, np.zeros_like(values), CodecSection(payload="fp16"))
-    assert codec.tensor_magnitudes(LAYOUT, CodecSection(payload="fp16"), data, 0, LAYOUT.parameters) == []
-    assert bounds.magnitude_fault([], [[], [], []]) == ""
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_sizes_are_those_of_the_numbers_said(kind: str) -> None:
+    settings = CodecSection.model_validate({"payload": kind})
+    values = delta(3)
+    said = codec.tensor_sizes(LAYOUT, settings, payload(values, settings), 0, LAYOUT.parameters)
+    pieces = np.split(np.abs(values), [640, 4640])
+    assert said.means == pytest.approx([piece.mean() for piece in pieces], rel=0.02)
+    if kind != "sign":
+        assert said.maxima == pytest.approx([piece.max() for piece in pieces], rel=0.01)

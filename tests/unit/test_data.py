@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from geomesh_p2p.config import DatasetSection
 from geomesh_p2p.core.types import Range
-from geomesh_p2p.engine import data
+from geomesh_p2p.engine import data, token_cache
 from geomesh_p2p.engine.documents import DOCUMENT_CHARACTERS, documents
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import DataError, TemporaryError
@@ -345,7 +345,9 @@ def test_a_cache_that_is_deleted_meanwhile_does_no_harm(tmp_path, texts):
 
 
 @pytest.mark.case("C082")
-@pytest.mark.parametrize("damage", ["cut", "missing", "described as longer"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "missing", "described as longer", "one bit", "one bit held out", "other documents", "older release"]
+)
 def test_a_damaged_cache_is_made_again(tmp_path, texts, damage, caplog):
     section = jsonl_section(tmp_path, texts)
     whole = np.array(corpus_of(section, cache=tmp_path / "cache").tokens)
@@ -354,11 +356,34 @@ def test_a_damaged_cache_is_made_again(tmp_path, texts, damage, caplog):
         os.truncate(folder / "train.npy", 200)
     elif damage == "missing":
         (folder / "held_out.npy").unlink()
+    elif damage.startswith("one bit"):
+        path = folder / ("held_out.npy" if damage.endswith("held out") else "train.npy")
+        data = bytearray(path.read_bytes())
+        data[-(len(data) - 128) // 2] ^= 4
+        path.write_bytes(data)
     else:
         said = folder / "documents.json"
-        said.write_text(said.read_text().replace(f'"train": {len(whole)}', f'"train": {len(whole) + 1}'))
+        told = json.loads(said.read_text())
+        if damage == "older release":
+            told = {key: value for key, value in told.items() if key not in ("files", "checksum")}
+        else:
+            told["train" if damage == "described as longer" else "documents"] += 1
+        said.write_text(json.dumps(told))
     assert np.array_equal(corpus_of(section, cache=tmp_path / "cache").tokens, whole)
-    assert "is damaged: its tokens are made again" in caplog.text
+    (line,) = [record.message for record in caplog.records if "tokens are made again" in record.message]
+    assert ("was made by an older release" if damage == "older release" else "is damaged (") in line
+    caplog.clear()
+    assert np.array_equal(corpus_of(section, cache=tmp_path / "cache").tokens, whole)
+    assert not caplog.records, "once is enough"
+
+
+def test_kept_tokens_are_read_through_once_a_start(tmp_path, texts, monkeypatch):
+    section = jsonl_section(tmp_path, texts)
+    corpus_of(section, cache=tmp_path / "cache")
+    hashed, of = [], token_cache._hash
+    monkeypatch.setattr(token_cache, "_hash", lambda path: (hashed.append(path.name), of(path))[1])
+    corpus_of(section, cache=tmp_path / "cache").batch(range(20))
+    assert sorted(hashed) == ["held_out.npy", "train.npy"]
 
 
 @pytest.mark.fault
