@@ -2,11 +2,16 @@
 
 P parameters take 4 P bytes a copy in fp32. Copies of a peer that trains: weights, gradients, the inner optimizer's moments
 (two for AdamW, one for Lion), the anchor, the outer momentum. On top come what measuring or joining holds for a while, the
-activations of one sequence (Korthikanti et al. 2022, counted for this block and fp32), the exchange's bits, and the corpus.
+activations of as many sequences as a forward pass may get, the exchange's bits, the corpus, and the process itself.
+
+What is kept for the backward pass was measured (VmHWM, fp32, 64 to 512 tokens a sequence, 2 to 24 layers, 128 to 512 wide): 16
+numbers of the model's width and 5 of the feed-forward's for each token and layer, attention being made without its matrix;
+with checkpoints 8 of the width, and 1.4 layers at work.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,13 +71,14 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
     moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
     measures = site.emulation is None and not site.device.profile
     payload = payload_bytes(run.codec, shape.parameters)
+    sequences = forward_sequences(run, site) * (1 if cuda else site.device.ranks)
     parts = [
         Part("weights", copy, on_device=True, certain=True),
         Part("gradients", copy, on_device=True, certain=True),
         Part(f"moments of {run.inner.optimizer}", moments, on_device=True, certain=True),
         Part("anchor", copy, certain=True),
         Part("outer momentum", copy, certain=True),
-        Part("activations of one sequence", activation_bytes(run.model, shape), on_device=True),
+        Part(f"activations of {sequences} sequences", sequences * activation_bytes(run.model, shape), on_device=True),
         Part("copies while measuring" if measures else "copies while joining", copy + moments if measures else 2 * copy),
         Part(f"exchange among {peers}", (peers + 6) * payload),
         Part("corpus", corpus_bytes),
@@ -88,9 +94,37 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
 def activation_bytes(section: ModelSection, shape: Shape) -> int:
     """Of one sequence in fp32: what the backward pass keeps, and the logits with their gradient."""
     length = section.sequence_length
-    layer = length * (9 * shape.width + 4 * shape.inner) + 2 * shape.heads * length * length
-    kept = shape.layers * length * shape.width + layer if section.gradient_checkpointing else shape.layers * layer
-    return 4 * (kept + 4 * length * shape.vocabulary)
+    layer = length * (16 * shape.width + 5 * shape.inner)
+    kept = shape.layers * length * 8 * shape.width + 1.4 * layer if section.gradient_checkpointing else shape.layers * layer
+    return int(4 * (kept + 4 * length * shape.vocabulary))
+
+
+def forward_sequences(run: RunConfig, site: SiteConfig) -> int:
+    """The most sequences that one device of the site gets in a forward pass: inner.micro_batch, or its share of the largest
+    batch that the planner may give."""
+    batch = -(-largest_batch(run, site) // max(1, site.device.ranks))
+    return min(batch, run.inner.micro_batch or batch)
+
+
+def largest_batch(run: RunConfig, site: SiteConfig) -> int:
+    """The largest step of this peer: the limit of its device, which is tried at the start whatever is planned later, or what
+    the planner's mode says. Without either nobody knows before it is measured: then as much as one member can use for a
+    round by itself (measuring goes on beyond that only while twice as much is free)."""
+    planner = run.planner
+    limits = [site.device.max_batch, site.emulation.max_batch if site.emulation else _largest_in(site.device.profile)]
+    known = min((limit for limit in limits if limit), default=None)
+    if planner.mode == "planned" or (known is not None and not site.device.profile):
+        return known or max(1, -(-planner.round_tokens // (planner.min_steps * run.model.sequence_length)))
+    given = planner.fixed.get(site.site.name, (planner.batch, 0))[0] if planner.mode == "fixed" else planner.batch
+    return min(given, known or given)
+
+
+def _largest_in(profile: str) -> int | None:
+    """Of a profile file; None without one, or if it cannot be read (which the engine says)."""
+    try:
+        return int(json.loads(Path(profile).read_text())["curve"][-1][0]) if profile else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
 
 
 def payload_bytes(codec: CodecSection, parameters: int) -> int:
