@@ -28,12 +28,14 @@ Proof = Literal["proved", "refuted", "silent"]
 
 @dataclass
 class Claim:
-    """`start_at`: when to act on it. `proved_from`: the round of this peer from which it was shown that the log goes on."""
+    """`start_at`: when to act on it. `proved_from`: the round of this peer from which it was shown that the log goes on. One
+    that has failed gives way to whatever its peer says next."""
 
     round: int
     digest: Digest
     start_at: float
     proved_from: int = -1
+    failed: bool = False
 
 
 @dataclass
@@ -75,8 +77,8 @@ class Behind:
         if claim is None:
             self._make_room()
             claim = self.claims[peer] = Claim(round, digest, s.now + wait)
-        if round >= claim.round:
-            claim.round, claim.digest = round, digest
+        if round >= claim.round or claim.failed:
+            claim.round, claim.digest, claim.failed = round, digest, False
         claim.start_at = min(claim.start_at, s.now + wait)
         if proved:
             claim.proved_from = s.round
@@ -148,8 +150,7 @@ class Behind:
         doubt = self.doubts.setdefault(peer, Doubt())
         doubt.failures += 1
         seconds = min(s.timing.retry_seconds * 2 ** min(doubt.failures - 1, 16), LONGEST_DOUBT_SECONDS)
-        doubt.until = s.now + seconds
-        del self.claims[peer]  # it will say again what it claims, or something better
+        doubt.until, claim.proved_from, claim.failed = s.now + seconds, -1, True
         if doubt.failures == NAMED_FROM:
             self._name(peer, claim)
 
