@@ -117,7 +117,8 @@ def test_a_leaver_whose_commit_is_lost_gets_the_round_from_the_others() -> None:
     leaver, commit = leaver_between_rounds(), commit_without_c()
     told = beat("b", T1, "a", round=4, digest=commit.update.digest)
     assert not of_kind(leaver.handle(told, 24.0), ev.CatchUp), "the commit is probably on its way"
-    assert of_kind(leaver.handle(ev.Tick(), 26.1), ev.CatchUp)
+    assert of_kind(leaver.handle(ev.Tick(), 26.1), ev.ProveClaim)
+    assert of_kind(leaver.handle(ev.ClaimAnswered("b", 3, "proved"), 26.1), ev.CatchUp)
     leaver.handle(ev.CaughtUp((commit.update,)), 26.2)
     actions = [a for peer in "ab" for a in leaver.handle(beat(peer, T1, "a", round=4, digest=commit.update.digest), 26.3)]
     assert of_kind(actions, ev.Halt)
