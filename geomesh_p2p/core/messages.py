@@ -167,6 +167,10 @@ class Leave:
 # ---------------------------------------------------------------- requests with an answer, and bulk
 
 
+FETCHED = ("update", "header", "held", "manifest", "snapshot")
+"""What state is asked for in a Fetch; others have names of their own for what they ask (reachability, clocks)."""
+
+
 @dataclass(frozen=True)
 class Fetch:
     """`what` is update | header | held | manifest | snapshot | founding | status | clock; `round`, `offset` and `length` choose

@@ -117,6 +117,9 @@ class RoundCommitted:
     payload_received: dict[str, int] = field(default_factory=dict)
     overhead_sent: dict[str, int] = field(default_factory=dict)
     overhead_received: dict[str, int] = field(default_factory=dict)
+    relayed_sent: dict[str, int] = field(default_factory=dict)
+    """Of all bytes, those that went through a relay."""
+    relayed_received: dict[str, int] = field(default_factory=dict)
     abstained: str = ""
     reused: bool = False
     residual_norm: float | None = None
@@ -174,6 +177,14 @@ class LeaderChanged:
     term: int
     leader: str
     self_is_leader: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """Bytes of state that another peer, which joins or catches up, was given: `what` is one of messages.FETCHED."""
+
+    what: str
+    bytes: int
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ class PeerTraffic:
     overhead_sent: int = 0
     payload_received: int = 0
     overhead_received: int = 0
+    relayed_sent: int = 0
+    """Of all bytes, those that went through a relay."""
+    relayed_received: int = 0
     dropped: int = 0
 
     @property

@@ -61,7 +61,10 @@ class Donor:
         view: DonorView | None = None,
         limits: DonorLimits | None = None,
         clock: Clock = time.monotonic,
+        on_given: Callable[[str, int], None] = lambda what, size: None,
     ) -> None:
+        """`on_given(what, bytes)` hears of each answer that holds any."""
+        self._on_given = on_given
         self.store, self.snapshots = store, snapshots
         self.given: Counter[PeerId] = Counter()
         """Bytes of snapshots, by client."""
@@ -85,6 +88,8 @@ class Donor:
                 return self._nothing()
         if fetch.what == "snapshot":
             self.given[sender] += len(fetched.data)
+        if given := len(fetched.header) + len(fetched.data):
+            self._on_given(fetch.what, given)
         return fetched
 
     # ---------------------------------------------------------------- rationing

@@ -254,6 +254,8 @@ class Circuits:
         self.caps: dict[PeerId, Caps] = {}
         self.open: dict[PeerId, Circuit] = {}
         self.renewed: Counter[PeerId] = Counter()
+        self._carried: dict[PeerId, tuple[int, int]] = {}
+        self._counted: dict[PeerId, tuple[int, int]] = {}  # totals up to which an open circuit's bytes are in `_carried`
 
     def seen(self, peer: PeerId, address: str, sent: int, received: int, now: float) -> None:
         """A stream with `peer` runs over a connection to `address`."""
@@ -262,12 +264,28 @@ class Circuits:
             return
         if relay:
             self.open[peer] = Circuit(relay, self.caps.get(relay, Caps()), now, sent, received)
+            self._counted[peer] = sent, received
         else:
             del self.open[peer]
 
     def closed(self, peer: PeerId) -> None:
         """No connection is left: the next one begins anew."""
         self.open.pop(peer, None)
+
+    def carried(self, peer: PeerId, sent: int, received: int) -> tuple[int, int]:
+        """Bytes sent to and received from `peer` through relays, up to these totals. To be asked before a circuit ends."""
+        so_far = self._carried.get(peer, (0, 0))
+        if peer in self.open:
+            before = self._counted[peer]
+            so_far = self._carried[peer] = so_far[0] + sent - before[0], so_far[1] + received - before[1]
+            self._counted[peer] = sent, received
+        return so_far
+
+    def forget(self, peer: PeerId) -> None:
+        """`peer`'s totals begin anew."""
+        self.closed(peer)
+        self._carried.pop(peer, None)
+        self._counted.pop(peer, None)
 
     def renew(self, peer: PeerId) -> None:
         """This end closes the connection, to begin anew."""

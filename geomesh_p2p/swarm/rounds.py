@@ -126,6 +126,8 @@ class RoundBook:
             payload_received=traffic["payload_received"],
             overhead_sent=traffic["overhead_sent"],
             overhead_received=traffic["overhead_received"],
+            relayed_sent=traffic["relayed_sent"],
+            relayed_received=traffic["relayed_received"],
             abstained=own.reason if own and own.abstains else "",
             reused=watch.reused if watch else False,
             residual_norm=local.residual_norm if local else None,
@@ -134,7 +136,8 @@ class RoundBook:
 
     def _traffic_since(self) -> dict[str, dict[str, int]]:
         """Bytes by remote site since the last round."""
-        names = ("payload_sent", "payload_received", "overhead_sent", "overhead_received")
+        ways = ("sent", "received")
+        names = [f"{kind}_{way}" for kind in ("payload", "overhead", "relayed") for way in ways]
         result: dict[str, dict[str, int]] = {name: {} for name in names}
         traffic = {peer: totals for peer, totals in self._transport.traffic().items() if self._membership.admitted(peer)}
         self._traffic = {peer: before for peer, before in self._traffic.items() if peer in traffic}

@@ -101,7 +101,7 @@ class Session:
         ears = DeskListeners(self._assembled, self._lost, self._refused, self.fail)
         self.desk = ExchangeDesk(profile.peer, around.transport, around.store, exchange, ears)
         view = DonorView(lambda: self.desk.sending, self._equals, self._uplink)
-        self.donor = Donor(around.store, around.snapshots, view, clock=around.clock)
+        self.donor = Donor(around.store, around.snapshots, view, clock=around.clock, on_given=self._gave)
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -455,6 +455,9 @@ class Session:
     def _uplink(self) -> float | None:
         """Bytes a second that this peer can send, as far as its links show: several that were busy at once shared it."""
         return max(self._rates().values(), default=None)
+
+    def _gave(self, what: str, size: int) -> None:
+        self.around.observe(obs.Given(what, size))
 
     def _bad_donor(self, peer: PeerId, what: str) -> None:
         said = f"{self.around.membership.site_of(peer)}: {what}; it is left out as a donor"

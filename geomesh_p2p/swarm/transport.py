@@ -195,12 +195,17 @@ class Libp2pTransport:
             stream.abort()
         if (remote := self._remotes.pop(peer, None)) is not None:
             remote.close()
-        self.circuits.closed(peer)
+        self.circuits.forget(peer)
         self._met_peers.pop(peer, None)
         self.links.forget(peer)
 
     def traffic(self) -> dict[PeerId, PeerTraffic]:
-        return {peer: replace(remote.traffic) for peer, remote in self._remotes.items()}
+        return {peer: self._traffic_with(peer) for peer in self._remotes}
+
+    def _traffic_with(self, peer: PeerId) -> PeerTraffic:
+        traffic = remote.traffic if (remote := self._remotes.get(peer)) is not None else PeerTraffic()
+        sent, received = self.circuits.carried(peer, traffic.sent, traffic.received)
+        return replace(traffic, relayed_sent=sent, relayed_received=received)
 
     def _remote(self, peer: PeerId) -> Remote:
         remote = self._remotes.get(peer)
@@ -254,7 +259,7 @@ class Libp2pTransport:
         await daemon.connect(peer, route.addresses)
 
     def _saw(self, peer: PeerId, stream: FrameStream) -> None:
-        traffic = remote.traffic if (remote := self._remotes.get(peer)) is not None else PeerTraffic()
+        traffic = self._traffic_with(peer)
         self.circuits.seen(peer, stream.remote_address, traffic.sent, traffic.received, asyncio.get_running_loop().time())
 
     async def _make_room(self, to: PeerId, whole: int, piece: int) -> None:
@@ -263,6 +268,7 @@ class Libp2pTransport:
         rate, traffic = self.links.bytes_per_second(to), remote.traffic
         if daemon is None or not self.circuits.must_renew(to, traffic.sent, traffic.received, whole, piece, rate, loop.time()):
             return
+        self._traffic_with(to)  # what the connection carried counts
         self.circuits.renew(to)
         latest = loop.time() + DRAIN_SECONDS
         while self.links.outstanding(to) and loop.time() < latest:  # noqa: ASYNC110 - acknowledgements end it, or the limit
@@ -343,6 +349,7 @@ class Libp2pTransport:
             streams.discard(stream)
             if not streams and self._incoming.get(peer) is streams:
                 del self._incoming[peer]
+                self._traffic_with(peer)
                 self.circuits.closed(peer)
 
         stream.on_lost = lost

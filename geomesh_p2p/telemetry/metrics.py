@@ -22,6 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.events import DISCARD_REASONS
+from geomesh_p2p.core.messages import FETCHED
 from geomesh_p2p.core.types import Plan
 from geomesh_p2p.errors import ConfigError
 
@@ -57,6 +58,8 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "learning_rate": (Gauge, ("optimizer",), "Learning rate of the inner and the outer optimizer"),
     "payload_bytes": (Counter, ("direction", "remote"), "Bytes of contributions and updates"),
     "overhead_bytes": (Counter, ("direction", "remote"), "All other bytes"),
+    "relayed_bytes": (Counter, ("direction", "remote"), "Of both, the bytes that went through a relay"),
+    "given_bytes": (Counter, ("what",), "Bytes of state given to peers that join or catch up"),
     "link_bytes_per_second": (Gauge, ("remote",), "Measured rate to a remote"),
     "link_rtt_seconds": (Gauge, ("remote",), "Measured round trip to a remote"),
     "agreement_share": (Gauge, ("remote",), "Share of a member's signs that agree with the updates, smoothed"),
@@ -111,6 +114,7 @@ class Metrics:
             ("phase", "phase", seen.PHASES),
             ("rounds_discarded", "reason", DISCARD_REASONS),
             ("replans", "reason", REPLAN_REASONS),
+            ("given_bytes", "what", FETCHED),
         ):
             for value in values:
                 self._of(name, **{label: value})
@@ -176,6 +180,8 @@ class Metrics:
                 self._remotes.add(event.remote)
                 self._of("link_rtt_seconds", remote=event.remote).set(event.rtt_seconds)
                 self._of("link_bytes_per_second", remote=event.remote).set(event.bytes_per_second)
+            case seen.Given() if event.what in FETCHED:
+                self._of("given_bytes", what=event.what).inc(event.bytes)
             case seen.Agreed():
                 for remote, share in event.with_update.items():
                     if remote not in self._gone:
@@ -226,6 +232,8 @@ class Metrics:
             ("payload_bytes", "received", event.payload_received),
             ("overhead_bytes", "sent", event.overhead_sent),
             ("overhead_bytes", "received", event.overhead_received),
+            ("relayed_bytes", "sent", event.relayed_sent),
+            ("relayed_bytes", "received", event.relayed_received),
         ):
             for remote, count in traffic.items():
                 if remote not in self._gone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -111,5 +112,19 @@ def test_what_is_not_there_is_nobody_s_fault(tmp_path: Path) -> None:
             assert (await giver.answer("x", Fetch(what, 7, b"", 0, 10))) == Fetched(False, b"", 0, 0, b"", 0)
         assert not (await giver.answer("x", Fetch("snapshot", 4, b"", 0, 10))).found
         assert not (await giver.answer("x", Fetch("manifest", 4, b"", 0, 10))).found, "none up to round 4"
+
+    run_virtual(main())
+
+
+def test_what_is_given_is_counted_by_kind(tmp_path: Path) -> None:
+    async def main() -> None:
+        giver, given = donor(tmp_path, []), Counter[str]()
+        giver._on_given = lambda what, size: given.update({what: size})
+        piece = await giver.answer("x", snapshot(length=50_000))
+        manifest = await giver.answer("x", Fetch("manifest", 0, b"", 0, 2**20))
+        assert not (await giver.answer("x", Fetch("update", 9, b"", 0, 2**20))).found
+        assert not (await giver.answer("x", Fetch("snapshot", 4, b"", 0, 2**20))).found
+        assert given == {"snapshot": len(piece.data), "manifest": len(manifest.data)}
+        assert len(piece.data) == 50_000
 
     run_virtual(main())

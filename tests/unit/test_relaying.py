@@ -186,6 +186,21 @@ def test_the_account_of_a_connection_and_no_caps_for_a_direct_one() -> None:
     assert not some.must_renew(B, 10**12, 0, MIB, MIB, None, 1e9)
 
 
+def test_bytes_through_relays_are_counted_over_connections_and_direct_ones_are_not() -> None:
+    some = circuits(Caps())
+    assert some.carried(B, 1000, 500) == (0, 0), "what was sent before went another way"
+    assert some.carried(B, 1300, 600) == (300, 100)
+    assert some.carried(B, 1300, 600) == (300, 100)
+    some.renew(B)
+    assert some.carried(B, 1400, 700) == (300, 100)
+    some.seen(B, THROUGH_R, 1400, 700, 3.0)
+    assert some.carried(B, 1500, 700) == (400, 100)
+    some.seen(B, "/ip4/192.168.3.2/tcp/4100", 1500, 700, 4.0)
+    assert some.carried(B, 9000, 9000) == (400, 100)
+    some.forget(B)
+    assert some.carried(B, 0, 0) == (0, 0)
+
+
 # ---------------------------------------------------------------- places
 
 

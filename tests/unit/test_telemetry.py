@@ -78,6 +78,8 @@ ROUND = seen.RoundCommitted(
     payload_received={"south": 90},
     overhead_sent={"south": 7},
     overhead_received={"south": 6},
+    relayed_sent={"south": 5},
+    relayed_received={"south": 4},
     credited={"north": 400, "south": 400},
 )
 
@@ -137,9 +139,13 @@ def test_every_observation_has_its_effect() -> None:
         (seen.Validated(5, 11.0, final=True), "validation_perplexity", {}, 11),
         (seen.MembersChanged(("north", "south"), "north", 4), "members", {}, 2),
         (seen.PeerJoined("QmB", "south"), "joins_total", {}, 1),
+        (ROUND, "relayed_bytes_total", {"direction": "sent", "remote": "south"}, 5),
+        (ROUND, "relayed_bytes_total", {"direction": "received", "remote": "south"}, 8),
         (seen.PeerLost("QmB", "south", 5.0), "losses_total", {}, 1),
         (seen.LeaderChanged(4, "north", self_is_leader=True), "is_leader", {}, 1),
         (seen.LinkMeasured("west", 0.1, 5e6), "link_rtt_seconds", {"remote": "west"}, 0.1),
+        (seen.Given("snapshot", 1000), "given_bytes_total", {"what": "snapshot"}, 1000),
+        (seen.Given("anything", 1000), "given_bytes_total", {"what": "update"}, 0),
         (seen.CaughtUpTo(9, 4, 1.0), "catch_up_rounds_total", {}, 4),
         (seen.Saved("snapshot", 9, 0.5, 1000), "checkpoint_seconds", {}, 0.5),
         (seen.Warned("digest_mismatch", "south differs"), "digest_mismatches_total", {}, 1),
