@@ -18,21 +18,21 @@ setup:
 demo: setup
 	$(BIN)/geomesh mesh configs/quickstart.toml --sites peers/ --run.id demo --run.fresh
 
-#: Tests of real processes and sockets run one after the other, so that they do not starve each other on a small machine.
+#: Two at a time, those of one file by the same worker. Tests of real processes mostly wait, and each peer has a port of its own.
 test: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/unit tests/mesh tests/contract tests/golden
-	$(BIN)/pytest -q -m "not long" tests/process
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/process
 
 #: Those that take too long for every change; then the fault tests with their faults switched off, each of which must fail.
 test-all: test
 	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/unit tests/mesh tests/contract tests/golden
-	$(BIN)/pytest -q -m long tests/process
-	$(BIN)/pytest -q --without-faults tests
+	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/process
+	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults tests
 
 #: Fault tests with their faults switched off: each has to say that its fault did not take place.
 test-faultless: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults -m "fault and not long" tests/unit tests/mesh tests/contract
-	$(BIN)/pytest -q --without-faults -m "fault and not long" tests/process
+	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults -m "fault and not long" tests/process
 
 lint: setup
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ROWS = "GEOMESH_TEST_ROWS"   # the folder of rows
 TELL_SIZES = "GEOMESH_TEST_SIZES"   # 1: a peer tells the sizes of its tables
+ASKED_FOR = "a crash that was asked for"
 OWN_KINDS = ("hold_gil", "crash", "stall", "mark")
 
 

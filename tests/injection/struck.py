@@ -34,7 +34,7 @@ from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.session import Session
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection import clock
-from tests.injection.process import ROWS, TELL_SIZES, Row, waiting_rows
+from tests.injection.process import ASKED_FOR, ROWS, TELL_SIZES, Row, waiting_rows
 from tests.injection.script import Moment
 
 FLUSH_SECONDS = 0.1  # so that what was sent before a moment has left the process
@@ -95,7 +95,7 @@ class Hooks:
             case "pause":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "crash":
-                raise RuntimeError("a crash that was asked for")
+                raise RuntimeError(ASKED_FOR)
             case "full_disk":
                 self.speak_through_a_pipe()
                 self.limit_files(0)
