@@ -48,7 +48,8 @@ from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import ControlChannel
-from geomesh_p2p.telemetry.metrics import Metrics, MetricsServer
+from geomesh_p2p.telemetry.metrics import Metrics
+from geomesh_p2p.telemetry.metrics_server import MetricsServer
 from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, MetricsFile
 from geomesh_p2p.train import LocalModel, train
 
@@ -311,7 +312,9 @@ class Peer:
             self._main.cancel()
 
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
-        metrics = Metrics(self.name, self.run.outer.learning_rate)
+        metrics = Metrics(
+            self.name, self.run.outer.learning_rate, round_goal=self.run.run.rounds, folder=self.folder
+        )
         server = MetricsServer(metrics, self.run.metrics)
         file = MetricsFile(self.folder / "metrics.jsonl", self.name)
         net = self.run.net

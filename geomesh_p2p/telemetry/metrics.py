@@ -1,4 +1,4 @@
-"""Every Prometheus metric in one table, the observer that feeds it, and the port that serves it.
+"""Every Prometheus metric in one table, and the observer that feeds it. What serves it is metrics_server.py.
 
 Base units; counters end in _total. Labels are bounded: phases and reasons are from fixed lists, remotes are sites of the run
 and their series go when they go.
@@ -6,25 +6,21 @@ and their series go when they go.
 
 from __future__ import annotations
 
-import json
 import math
-import threading
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
-from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.events import DISCARD_REASONS
 from geomesh_p2p.core.messages import FETCHED
 from geomesh_p2p.core.types import Plan
-from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.telemetry.gpus import GpuCollector
 
 # name (without the prefix geomesh_ and a counter's _total): kind, labels besides `site`, help
 TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
@@ -37,6 +33,8 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "rounds_discarded": (Counter, ("reason",), "Attempts given up"),
     "digest_mismatches": (Counter, (), "Digests that differed from another peer's"),
     "seconds": (Counter, ("phase",), "Where the time of committed rounds went"),
+    "round_goal": (Gauge, (), "The run's last round (run.rounds)"),
+    "round_age_seconds": (Gauge, (), "Time since this peer's last committed round (NaN before the first)"),
     "round_seconds": (Gauge, (), "Wall seconds of the last round"),
     "round_planned_seconds": (Gauge, (), "The last round as predicted"),
     "finish_seconds": (Gauge, (), "From plan to last inner step, last round"),
@@ -54,6 +52,8 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "exchange_share": (Gauge, (), "Share of the expected bytes that are here, of the exchange going on or the last one"),
     "exchange_received_bytes": (Gauge, (), "Payload bytes received in the exchange going on or the last one"),
     "exchange_sent_bytes": (Gauge, (), "Payload bytes sent in the exchange going on or the last one"),
+    "exchange_seconds": (Gauge, (), "Of the last round: from the last member's last step until the update was applied"),
+    "exchange_planned_seconds": (Gauge, (), "The same as predicted by the newest plan"),
     "exchange_remaining_seconds": (Gauge, (), "Until the exchange going on has all bytes, at the rate so far (NaN: unknown)"),
     "learning_rate": (Gauge, ("optimizer",), "Learning rate of the inner and the outer optimizer"),
     "payload_bytes": (Counter, ("direction", "remote"), "Bytes of contributions and updates"),
@@ -72,6 +72,8 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "overrun_seconds": (Counter, (), "Time that emulated steps took beyond their emulated time"),
     "checkpoint_seconds": (Gauge, (), "Duration of the last save"),
     "checkpoint_bytes": (Gauge, (), "Size of the last save"),
+    "checkpoint_round": (Gauge, (), "Round of the last save"),
+    "disk_free_bytes": (Gauge, (), "Bytes free where this peer's run folder is"),
     "checkpoint_age_seconds": (Gauge, (), "Time since the last save (NaN before the first)"),
     "warnings": (Counter, ("reason",), "Warnings"),
 }
@@ -85,9 +87,16 @@ FROM_THE_LOG = ("round", "run_tokens")
 
 
 class Metrics:
-    """An observer that keeps the metrics of one peer in a registry of its own."""
+    """An observer that keeps the metrics of one peer in a registry of its own. `folder` is the peer's, for the disk's state."""
 
-    def __init__(self, site: str, outer_learning_rate: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        site: str,
+        outer_learning_rate: float,
+        clock: Callable[[], float] = time.monotonic,
+        round_goal: int = 0,
+        folder: Path = Path(),
+    ):
         self.registry = CollectorRegistry()
         self._site, self._clock = site, clock
         self._all: dict[str, Counter | Gauge] = {
@@ -95,16 +104,18 @@ class Metrics:
             for name, (kind, labels, text) in TABLE.items()
         }
         ProcessCollector(namespace="geomesh", registry=self.registry)
+        GpuCollector(site).register(self.registry)
         self._remotes: set[str] = set()
         # Remotes that were lost, the newest of them: what still comes in about them counts for nothing.
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._warned: set[str] = set()
         self._plan: Plan | None = None
         self._saved_at: float | None = None
+        self._committed_at: float | None = None
         self.phase = seen.PhaseChanged("starting", 0)
-        self._begin(outer_learning_rate)
+        self._begin(outer_learning_rate, round_goal, folder)
 
-    def _begin(self, outer_learning_rate: float) -> None:
+    def _begin(self, outer_learning_rate: float, round_goal: int, folder: Path) -> None:
         """Series whose labels are known from the start exist from the start, at zero."""
         for name, (_, labels, _) in TABLE.items():
             if not labels and name not in FROM_THE_LOG:
@@ -119,10 +130,13 @@ class Metrics:
             for value in values:
                 self._of(name, **{label: value})
         self._of("learning_rate", optimizer="outer").set(outer_learning_rate)
-        self._of("checkpoint_age_seconds").set_function(self._checkpoint_age)
+        self._of("round_goal").set(round_goal)
+        self._of("checkpoint_age_seconds").set_function(lambda: self._since(self._saved_at))
+        self._of("round_age_seconds").set_function(lambda: self._since(self._committed_at))
+        self._of("disk_free_bytes").set_function(lambda: free_bytes(folder))
 
-    def _checkpoint_age(self) -> float:
-        return float("nan") if self._saved_at is None else self._clock() - self._saved_at
+    def _since(self, moment: float | None) -> float:
+        return math.nan if moment is None else self._clock() - moment
 
     def _of(self, name: str, **labels: str) -> Any:
         return self._all[name].labels(site=self._site, **labels)
@@ -141,6 +155,7 @@ class Metrics:
                 if reason:
                     self._of("replans", reason=reason).inc()
                 self._plan = event.plan
+                self._of("exchange_planned_seconds").set(event.plan.exchange_seconds)
             case seen.RoundCommitted():
                 self._committed(event)
             case seen.RoundDiscarded():
@@ -193,14 +208,17 @@ class Metrics:
             case seen.Saved():
                 self._of("checkpoint_seconds").set(event.seconds)
                 self._of("checkpoint_bytes").set(event.bytes)
+                self._of("checkpoint_round").set(event.round)
                 self._saved_at = self._clock()
             case seen.Warned():
                 self._warn(event.reason)
 
     def _committed(self, event: seen.RoundCommitted) -> None:
+        self._committed_at = self._clock()
         for name, value in (
             ("round", event.round),
             ("round_seconds", event.times.wall),
+            ("exchange_seconds", event.times.wan_idle + event.times.codec),
             ("round_planned_seconds", event.planned_seconds),
             ("run_tokens", event.tokens_total),
             ("loss", event.loss),
@@ -259,6 +277,14 @@ class Metrics:
                 self._all[name].remove_by_labels({"remote": remote})
 
 
+def free_bytes(folder: Path) -> float:
+    """NaN if that cannot be told."""
+    try:
+        return float(shutil.disk_usage(folder).free)
+    except OSError:
+        return math.nan
+
+
 def what_changed(before: Plan | None, now: Plan) -> str:
     """The first of REPLAN_REASONS in which `now` differs from the plan before it, "" if none (or if it is the first)."""
     if before is None:
@@ -273,67 +299,3 @@ def what_changed(before: Plan | None, now: Plan) -> str:
         if [getattr(member, field) for member in now.members] != [getattr(member, field) for member in before.members]:
             return reason
     return ""
-
-
-# ---------------------------------------------------------------- the port
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    metrics: Metrics
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)                               # without HTTPServer's look-up of the host's name
-        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 10.0                                                # seconds for a request to arrive and its answer to leave
-    server: _Server
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.server.metrics.registry))
-        elif path == "/healthz":
-            phase = self.server.metrics.phase
-            body = {"phase": phase.phase, "round": phase.round, "waiting_for": phase.waiting_for}
-            self._answer(200, "application/json", json.dumps(body).encode() + b"\n")
-        else:
-            self._answer(404, "text/plain", b"here are /metrics and /healthz\n")
-
-    def _answer(self, status: int, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-
-class MetricsServer:
-    """Serves GET /metrics and GET /healthz from threads of its own. Training never depends on it: if the port cannot be had,
-    `instead` says so and `port` is another one, which was free."""
-
-    def __init__(self, metrics: Metrics, settings: MetricsSection):
-        self.instead = ""
-        try:
-            self._server = _Server((settings.host, settings.port), _Handler)
-        except OSError as error:
-            try:
-                self._server = _Server((settings.host, 0), _Handler)
-            except OSError:
-                where = f"metrics.host = {settings.host!r}, metrics.port = {settings.port}"
-                text = f"{where} cannot be had: {error.strerror}: choose an address of this host"
-                raise ConfigError(text) from None
-            taken = f"metrics.port = {settings.port} on {settings.host} cannot be had: {error.strerror}"
-            self.instead = f"{taken}: metrics are on port {self._server.server_port} instead"
-        self._server.metrics = metrics
-        self.host, self.port = settings.host, self._server.server_port
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()

@@ -26,7 +26,8 @@ from geomesh_p2p.lab.figures import Credits, perplexity_before, summarise_round
 from geomesh_p2p.lab.table import SiteView, round_line
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import TOLD
-from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, MetricsServer, what_changed
+from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, what_changed
+from geomesh_p2p.telemetry.metrics_server import MetricsServer
 from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, describe, jsonable
 from tests.injection.proof import fired, inject, injecting
 
