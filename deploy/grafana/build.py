@@ -47,6 +47,11 @@ def of_process(metric: str) -> str:
     return f"{metric} * on (instance) group_left (site) (geomesh_is_leader{SITE} * 0 + 1)"
 
 
+def or_none(expression: str) -> str:
+    """Zero, where nothing of the kind has happened yet: an empty panel would look broken."""
+    return f"{expression} or vector(0)"
+
+
 ACTIVITY = " or ".join(
     f'{place} * (geomesh_phase{{phase="{name}",{THIS}}} == 1)' for place, name in enumerate(ACTIVITIES, 1)
 )
@@ -119,7 +124,7 @@ RUN = Dashboard(
             Phases("What each site does", "The phase each site is in.", (Query(ACTIVITY),), height=7),
         )),
         Row("What has changed", (
-            Lines("Members", "Sites known and heard, as each peer sees it: lines that differ mean a partition.",
+            Lines("Members as each sees them", "Sites known and heard, as each peer sees it: lines that differ mean a partition.",
                   (Query(f"geomesh_members{SITE}"),), decimals=0, width=8),
             Lines("Joins, losses, elections", "How often peers came, went, and chose another leader.",
                   (Query("max(increase(geomesh_joins_total[$window]))", "joins"),
@@ -133,7 +138,7 @@ RUN = Dashboard(
                   (Query(f"increase(geomesh_abstentions_total{SITE}[$window])", "{{site}} abstentions"),
                    Query(f"increase(geomesh_skipped_steps_total{SITE}[$window])", "{{site}} skipped steps")), width=8),
             Lines("Warnings", "What peers warn of, by reason: their logs have the words.",
-                  (Query(f"increase(geomesh_warnings_total{SITE}[$window])", "{{site}} {{reason}}"),), width=8),
+                  (Query(or_none(f"increase(geomesh_warnings_total{SITE}[$window])"), "{{site}} {{reason}}"),), width=8),
         )),
     ),
 )  # fmt: skip
@@ -169,7 +174,7 @@ LINKS = Dashboard(
                          f'sum by (site) ({sent("$window")})'),),
                   unit="percentunit", least=0.0),
             Lines("Through relays", "Bytes a second that went through a relay, both ways, by pair.",
-                  (Query(f"sum by (site, remote) (rate(geomesh_relayed_bytes_total{SITE}[$window]))",
+                  (Query(or_none(f"sum by (site, remote) (rate(geomesh_relayed_bytes_total{SITE}[$window]))"),
                          "{{site}} and {{remote}}"),), unit="Bps"),
             Lines("Given to joiners", "Bytes a second of state that a site gave to others, by kind.",
                   (Query(f"rate(geomesh_given_bytes_total{SITE}[$window])", "{{site}} {{what}}"),), unit="Bps"),
@@ -214,12 +219,12 @@ PEER = Dashboard(
                   unit="percentunit", least=0.0, most=1.0),
             Lines("GPU memory", "Memory in use on each GPU, by whatever process.",
                   (Query(f"geomesh_gpu_memory_used_bytes{SITE}", "{{site}} GPU {{gpu}}"),), unit="bytes"),
-            Lines("Disk", "Bytes free where its run folder is.", (Query(f"geomesh_disk_free_bytes{SITE}"),), unit="bytes"),
+            Lines("Free disk", "Bytes free where its run folder is.", (Query(f"geomesh_disk_free_bytes{SITE}"),), unit="bytes"),
             Lines("Snapshots", "How long the last save took.", (Query(f"geomesh_checkpoint_seconds{SITE}"),), unit="s"),
         )),
         Row("What went wrong", (
             Lines("Warnings", "What it warned of, by reason: its log has the words.",
-                  (Query(f"increase(geomesh_warnings_total{SITE}[$window])", "{{reason}}"),)),
+                  (Query(or_none(f"increase(geomesh_warnings_total{SITE}[$window])"), "{{reason}}"),)),
             Lines("Skipped steps and abstentions", "Inner steps that were not finite, and rounds without its contribution.",
                   (Query(f"increase(geomesh_skipped_steps_total{SITE}[$window])", "skipped steps"),
                    Query(f"increase(geomesh_abstentions_total{SITE}[$window])", "abstentions"))),

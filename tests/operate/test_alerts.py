@@ -89,7 +89,8 @@ def test_the_end_of_a_run_is_no_alarm(tmp_path: Path) -> None:
 
 
 def test_the_configuration_passes_prometheus_own_check() -> None:
-    done = subprocess.run(["promtool", "check", "config", str(RULES.with_name("prometheus.yml"))], capture_output=True, text=True)
+    config = str(RULES.with_name("prometheus.yml"))
+    done = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "rule files found" in done.stdout
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from prometheus_client import Counter
 
-from geomesh_p2p.core.observations import LogStands
+from geomesh_p2p.core.observations import PHASES, LogStands
 from geomesh_p2p.core.types import Timing
 from geomesh_p2p.loading import check_sites, load_run, load_sites, resolve_run
-from geomesh_p2p.telemetry.metrics import TIMED_PHASES, Metrics
+from geomesh_p2p.telemetry.gpus import GpuCollector
+from geomesh_p2p.telemetry.metrics import TABLE, TIMED_PHASES, Metrics
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COPIED = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()
+BOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 PEERS = {name: service for name, service in COMPOSE["services"].items() if service["image"] == "geomesh"}
 
 
@@ -53,7 +60,7 @@ def test_composed_sites_are_those_of_the_demo() -> None:
 
 @pytest.mark.case("C108")
 def test_prometheus_scrapes_every_peer() -> None:
-    config = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     targets = {target for job in config["scrape_configs"] for static in job["static_configs"] for target in static["targets"]}
     ports = {site.name: site.config.metrics["port"] for site in load_sites(ROOT / "deploy/compose")}
     assert targets == {f"{name}:{port}" for name, port in ports.items()}
@@ -71,18 +78,53 @@ def test_the_stack_asks_for_no_gpu() -> None:
         assert site.config.device.name == "cpu"
 
 
-def test_the_dashboard_asks_only_for_metrics_and_phases_that_exist() -> None:
-    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/geomesh.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+def known_series() -> set[str]:
+    """Every name that a peer's metrics may have, with a GPU in its host."""
     metrics = Metrics("north", 0.7)
     metrics(LogStands(0, 0))
     known = {sample.name for metric in metrics.registry.collect() for sample in metric.samples}
-    known |= {f"geomesh_{name}_bytes_total" for name in ("payload", "overhead")}
+    no_gpus = SimpleNamespace(nvmlDeviceGetCount=lambda: 0, NVMLError=OSError)
+    gpus = {family.name for family in GpuCollector("north", no_gpus).collect()}
+    return known | gpus | {f"geomesh_{name}{'_total' * (kind is Counter)}" for name, (kind, _, _) in TABLE.items()}
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_asks_only_for_metrics_and_phases_that_exist(path: Path) -> None:
+    panels = json.loads(path.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert asked
     for expression in asked:
-        assert set(re.findall(r"geomesh_\w+", expression)) <= known
-        assert set(re.findall(r'phase="(\w+)"', expression)) <= set(TIMED_PHASES)
-    for wanted in ("geomesh_loss", "geomesh_tokens_per_second", "straggler_idle", "wan_idle"):
-        assert any(wanted in expression for expression in asked)
+        assert set(re.findall(r"geomesh_\w+", expression)) <= known_series()
+        assert set(re.findall(r'seconds_total\{phase="(\w+)"', expression)) <= set(TIMED_PHASES)
+        assert set(re.findall(r'geomesh_phase\{phase="(\w+)"', expression)) <= set(PHASES)
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_every_panel_says_what_it_shows_and_in_what_unit(path: Path) -> None:
+    board = json.loads(path.read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert board["editable"] is False
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"prometheus"}
+
+
+def test_dashboards_are_what_their_builder_writes() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "deploy/grafana/build.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_builder_is_that_of_the_grafana_that_compose_starts() -> None:
+    pinned = COMPOSE["services"]["grafana"]["image"].partition(":")[2]
+    assert version("grafana-foundation-sdk").partition("!")[2].split(".")[:2] == pinned.split(".")[:2]
+
+
+def test_alerts_ask_only_for_metrics_that_exist() -> None:
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    for rule in rules:
+        assert set(re.findall(r"geomesh_\w+", rule["expr"])) <= known_series(), rule["alert"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy").rglob("*.yml")), ids=lambda path: path.name)

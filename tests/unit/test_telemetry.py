@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
+import shutil
 import socket
 import threading
 import urllib.error
@@ -15,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
@@ -26,8 +30,8 @@ from geomesh_p2p.lab.figures import Credits, perplexity_before, summarise_round
 from geomesh_p2p.lab.table import SiteView, round_line
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.control import TOLD
-from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, what_changed
-from geomesh_p2p.telemetry.metrics_server import MetricsServer
+from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, free_bytes, what_changed
+from geomesh_p2p.telemetry.metrics_server import RENDER_SECONDS, MetricsServer, Page
 from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, describe, jsonable
 from tests.injection.proof import fired, inject, injecting
 
@@ -271,6 +275,42 @@ def test_a_port_that_is_taken_is_named_and_another_one_serves() -> None:
             assert 'site="north"' in get(server, "/metrics")[1]
         finally:
             server.close()
+
+
+def test_however_many_ask_the_page_is_rendered_once_a_second_and_outside_of_training(server: MetricsServer) -> None:
+    """Twenty clients a second, for three seconds of the page's clock."""
+    rendered: list[str] = []
+
+    class Watched(CollectorRegistry):
+        def collect(self) -> Iterator[Any]:
+            rendered.append(threading.current_thread().name)
+            return super().collect()
+
+    clock = FakeClock()
+    server._server.page = Page(Watched(), clock)
+    rendered.clear()  # making the registry asks it once
+    for _ in range(3):
+        assert {get(server, "/metrics")[0] for _ in range(20)} == {200}
+        clock.now += RENDER_SECONDS
+    assert len(rendered) == 3
+    assert all("process_request_thread" in name for name in rendered)
+
+
+def test_what_a_dashboard_needs_of_time_and_disk(tmp_path: Path) -> None:
+    clock = FakeClock()
+    metrics = Metrics("north", 0.7, clock=clock, round_goal=60, folder=tmp_path)
+    assert value(metrics, "round_goal") == 60
+    assert 0 < (value(metrics, "disk_free_bytes") or 0) <= shutil.disk_usage(tmp_path).total
+    assert math.isnan(value(metrics, "round_age_seconds") or 0.0)
+    metrics(seen.PlanAdopted(PLAN))
+    metrics(ROUND)
+    metrics(seen.Saved("snapshot", 5, 0.1, 1000))
+    clock.now += 30.0
+    assert value(metrics, "round_age_seconds") == 30.0
+    assert value(metrics, "checkpoint_round") == 5
+    assert value(metrics, "exchange_seconds") == pytest.approx(0.35)
+    assert value(metrics, "exchange_planned_seconds") == 0.5
+    assert math.isnan(free_bytes(tmp_path / "gone"))
 
 
 def test_a_host_that_is_not_this_one_is_refused() -> None:
