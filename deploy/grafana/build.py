@@ -124,7 +124,7 @@ RUN = Dashboard(
             Phases("What each site does", "The phase each site is in.", (Query(ACTIVITY),), height=7),
         )),
         Row("What has changed", (
-            Lines("Members as each sees them", "Sites known and heard, as each peer sees it: lines that differ mean a partition.",
+            Lines("Members as each sees them", "Sites known and heard, as each peer sees it: differences are a partition.",
                   (Query(f"geomesh_members{SITE}"),), decimals=0, width=8),
             Lines("Joins, losses, elections", "How often peers came, went, and chose another leader.",
                   (Query("max(increase(geomesh_joins_total[$window]))", "joins"),
