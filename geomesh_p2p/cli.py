@@ -224,6 +224,17 @@ def _doctor(args: argparse.Namespace) -> int:
     return exit_code(findings)
 
 
+def _status(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.status import Question, main
+    from geomesh_p2p.seed_files import read_address
+
+    question = Question(read_address(args.address, 0.0), args.identity, args.join_secret_file, args.json, args.watch)
+    try:
+        return main(question)
+    except KeyboardInterrupt:
+        return 0 if args.watch else 130
+
+
 def _config_show(args: argparse.Namespace) -> int:
     from geomesh_p2p.loading import SiteFile, load_site
 
@@ -333,6 +344,13 @@ def _parser() -> _Parser:
     doctor.add_argument("--site", metavar="FILE", help="site file: where the peer would run")
     doctor.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help="peers of the run, or @FILE with one")
     doctor.add_argument("--json", action="store_true")
+
+    status = add("status", _status, "What a run's peers do now; from any machine that may join it.", keys=False)
+    status.add_argument("address", metavar="ADDR", help="any peer of the run, as it prints it; or @FILE with its address")
+    status.add_argument("--join-secret-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
+    status.add_argument("--identity", type=Path, metavar="FILE", help="a peer's identity.key, if the run has a list of peers")
+    status.add_argument("--json", action="store_true", help="one JSON object (with --watch: one a line, for ever)")
+    status.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
     show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)

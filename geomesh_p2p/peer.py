@@ -46,7 +46,9 @@ from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
+from geomesh_p2p.swarm.visits import Visits
 from geomesh_p2p.telemetry import log as logs
+from geomesh_p2p.telemetry.board import StatusBoard
 from geomesh_p2p.telemetry.control import ControlChannel
 from geomesh_p2p.telemetry.metrics import Metrics
 from geomesh_p2p.telemetry.metrics_server import MetricsServer
@@ -114,7 +116,8 @@ class Peer:
         self.run, self.site, self.options, self.folder = run, site, options, folder
         self.name = site.site.name
         self.make_engine = make_engine
-        self.observers: list[Callable[[Any], None]] = []
+        self.board = StatusBoard(self.name, run.run.rounds)
+        self.observers: list[Callable[[Any], None]] = [self.board]
         self.admission = Admission()
         self.control: ControlChannel | None = None
         self.session: Session | None = None
@@ -203,6 +206,7 @@ class Peer:
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
         membership.most_members = self.run.net.most_peers
         front.membership = membership
+        front.visits = Visits(membership, transport, self.board.snapshot)
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:
             log.warning("%s", warning)

@@ -21,8 +21,6 @@ STRANGERS_SAY = (m.Hello, m.Refused, m.Fetch)
 """What is read of a stranger."""
 BEATS_AT_ONCE, BEATS_PER_SECOND = 4.0, 0.5
 """Heartbeats read of a stranger: one may be a member that this peer does not know again yet, and is greeted then."""
-OPEN_QUESTIONS = ("founding", "status")
-"""What a stranger may fetch."""
 REMEMBERED_STRANGERS = 512
 LINES_AT_ONCE, SECONDS_PER_LINE = 16, 60.0
 """Log lines about strangers: so many at once, then one in so many seconds; the next one says how many were left out."""

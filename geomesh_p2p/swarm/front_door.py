@@ -11,6 +11,7 @@ from geomesh_p2p.swarm.clocks import answer_clock
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Session
+from geomesh_p2p.swarm.visits import Visits
 
 
 class FrontDoor:
@@ -21,6 +22,7 @@ class FrontDoor:
         self.session: Session | None = None
         self.complaints: Complaints | None = None
         self.reaching: Reaching | None = None
+        self.visits: Visits | None = None
 
     def admitted(self, peer: PeerId) -> bool:
         return self.membership is not None and self.membership.admitted(peer)
@@ -44,6 +46,8 @@ class FrontDoor:
     async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
         if (time_of_day := answer_clock(fetch)) is not None:
             return time_of_day
+        if self.visits is not None and (told := self.visits.answer(sender, fetch)) is not None:
+            return told
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
         if self.reaching is not None and (answer := await self.reaching.answer(sender, fetch)) is not None:

@@ -287,6 +287,10 @@ class Libp2pTransport:
                 found.append((peer, direct if "/p2p/" in direct else f"{direct}/p2p/{peer}"))
         return tuple(sorted(found, key=lambda entry: (entry[0] not in seeds, entry[0])))
 
+    def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Where `peer` is dialled, as far as is known."""
+        return self._remotes[peer].addresses if peer in self._remotes else ()
+
     def relayed_through(self, addresses: tuple[str, ...]) -> None:
         """The addresses at which relays let others through to this peer: addresses() has them from now on."""
         self._relayed_addresses = addresses

@@ -1,0 +1,181 @@
+"""`geomesh status`: a run as its peers tell it, from any machine, for whoever may join it.
+
+The peer that is asked knows all the others; those that can be dialled are then asked themselves, as only they know where their
+own time goes. What the others say is told of the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from geomesh_p2p.errors import GeoMeshError
+from geomesh_p2p.lab.table import number, percent, size
+from geomesh_p2p.swarm.identity import read_secret
+from geomesh_p2p.swarm.visitor import Visitor
+
+LOOK_SECONDS = 2.0
+WARNINGS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `geomesh status` was called with."""
+
+    address: str
+    identity: Path | None = None
+    join_secret_file: Path | None = None
+    json: bool = False
+    watch: bool = False
+
+
+def main(question: Question) -> int:
+    """0; raises GeoMeshError if the peer at the address cannot be reached (3) or refuses (5)."""
+    return asyncio.run(_main(question))
+
+
+async def _main(question: Question) -> int:
+    secret = read_secret(question.join_secret_file) if question.join_secret_file else b""
+    async with Visitor(question.identity, secret) as visitor:
+        if question.watch and not question.json:
+            return await _watch(visitor, question.address)
+        run = await look(visitor, question.address)
+        while True:
+            if question.json:
+                print(json.dumps(run), flush=True)
+            else:
+                Console(soft_wrap=True).print(shown(run))
+            if not question.watch:
+                return 0
+            await asyncio.sleep(LOOK_SECONDS)
+            run = await look(visitor, question.address)
+
+
+async def _watch(visitor: Visitor, address: str) -> int:
+    """Until Ctrl-C. A peer that does not answer any more is said; it may be back at the next look."""
+    run, trouble = await look(visitor, address), ""
+    with Live(console=Console(file=sys.stdout), auto_refresh=False) as live:
+        while True:
+            live.update(Group(shown(run), Text(trouble, style="red")) if trouble else shown(run), refresh=True)
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                run, trouble = await look(visitor, address), ""
+            except GeoMeshError as error:
+                trouble = str(error)
+
+
+async def look(visitor: Visitor, address: str) -> dict[str, Any]:
+    """`asked` as it answered, and `peers`: every peer of the run by site, with `told_by` (itself, or the peer asked)."""
+    asked = await visitor.status(address)
+    others = [other for other in asked["others"] if other["phase"] is not None]
+    answers = await asyncio.gather(*(_ask_directly(visitor, other) for other in others))
+    peers = [{**_seen_by_others(asked, (asked["site"], asked["peer"]), answers), **_own(asked)}]
+    for other, answer in zip(others, answers, strict=True):
+        seen = {key: value for key, value in other.items() if key != "addresses"}
+        peers.append({**seen, **(_own(answer) if answer else {"told_by": asked["site"]})})
+    return {"asked": asked, "peers": sorted(peers, key=lambda peer: str(peer["site"]))}
+
+
+async def _ask_directly(visitor: Visitor, other: dict[str, Any]) -> dict[str, Any] | None:
+    for address in other["addresses"]:
+        if "/p2p-circuit" not in address:
+            try:
+                return await visitor.status(address if "/p2p/" in address else f"{address}/p2p/{other['peer']}")
+            except GeoMeshError:
+                continue
+    return None
+
+
+def _own(answer: dict[str, Any]) -> dict[str, Any]:
+    told = {key: value for key, value in answer.items() if key not in ("others", "plan", "warnings")}
+    return {**told, "told_by": answer["site"]}
+
+
+def _seen_by_others(asked: dict[str, Any], who: tuple[str, str], answers: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+    """What any other peer knows of the one that was asked: its device, its pace."""
+    for answer in answers:
+        for other in answer["others"] if answer else ():
+            if (other["site"], other["peer"]) == who:
+                kept = ("device", "trains", "ready", "leaving", "step_batch", "step_seconds")
+                return {key: other[key] for key in kept}
+    return {}
+
+
+# ---------------------------------------------------------------- as text
+
+
+def shown(run: dict[str, Any]) -> Group:
+    asked = run["asked"]
+    parts: list[Any] = [Text(headline(asked)), _peers(run["peers"], asked)]
+    if asked["others"]:
+        parts.append(_links(asked))
+    warnings = asked["warnings"][-WARNINGS_SHOWN:]
+    parts += [Text(f"{asked['site']}, {one['seconds_ago']:.0f} s ago: {one['text']}") for one in warnings]
+    return Group(*parts)
+
+
+def headline(asked: dict[str, Any]) -> str:
+    """The run in a line: round, pace, quality, leader, end."""
+    parts = [
+        f"run {(asked['run'] or '?')[:12]}",
+        f"round {asked['round']} of {asked['goal']}",
+        f"{asked['tokens']:,} tokens",
+        f"leader {asked['leader'] or 'none'} (term {asked['term']})",
+    ]
+    if asked["perplexity"] is not None:
+        parts.append(f"perplexity {asked['perplexity']:.2f} after round {asked['perplexity_round']}")
+    if asked["round_seconds"] is not None:
+        parts.append(f"{asked['round_seconds']:.1f} s a round")
+    if asked["committed_seconds_ago"] is not None:
+        parts.append(f"last commit {asked['committed_seconds_ago']:.0f} s ago")
+    if asked["eta_seconds"]:
+        parts.append(f"the end in about {asked['eta_seconds'] / 60:.0f} min")
+    return "; ".join(parts)
+
+
+def _peers(peers: list[dict[str, Any]], asked: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("site", "phase", "round", "batch", "steps", "a step", "straggler idle", "WAN idle", "device", "told by"):
+        table.add_column(name, justify="left" if name in ("site", "phase", "device", "told by") else "right")
+    members = {member["site"]: member for member in (asked["plan"] or {}).get("members", ())}
+    for peer in peers:
+        mine = members.get(peer["site"], {})
+        waiting = f" ({peer['waiting_for']})" if peer.get("waiting_for") else ""
+        table.add_row(
+            f"{peer['site']}{' *' if peer['site'] == asked['leader'] else ''}",
+            f"{peer['phase'].replace('_', ' ')}{waiting}{', leaving' if peer.get('leaving') else ''}",
+            str(peer["round"]),
+            str(mine.get("batch", "-")),
+            str(mine.get("inner_steps", "-")),
+            "-" if not peer.get("step_seconds") else f"{peer['step_seconds']:.2f} s",
+            percent(peer.get("straggler_idle_share")),
+            percent(peer.get("wan_idle_share")),
+            str(peer.get("device") or "-"),
+            str(peer["told_by"]),
+        )
+    return table
+
+
+def _links(asked: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in (f"from {asked['site']} to", "round trip", "rate", "heard"):
+        table.add_column(name, justify="left" if name.startswith("from") else "right")
+    for other in asked["others"]:
+        rate = other["bytes_per_second"]
+        table.add_row(
+            f"{other['site']}{' (relayed)' if other['relayed'] else ''}",
+            f"{number(1000 * other['rtt_seconds'], '.1f')} ms",
+            "-" if not rate else f"{size(rate)}/s",
+            f"{other['heard_seconds_ago']:.1f} s ago",
+        )
+    return table

@@ -1,0 +1,81 @@
+"""The asking side of visits.py: looks at a run without taking part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.config import NetSection
+from geomesh_p2p.core.messages import Fetch, Fetched, Message
+from geomesh_p2p.core.ports import Unreachable
+from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.errors import ConfigError, GeoMeshError, RefusedError, UnreachableError
+from geomesh_p2p.swarm.addresses import parse
+from geomesh_p2p.swarm.membership import Admission
+from geomesh_p2p.swarm.seeds import dial_reason
+from geomesh_p2p.swarm.transport import Libp2pTransport
+from geomesh_p2p.swarm.visits import STATUS
+
+ANSWER_SECONDS = 8.0
+
+
+class Visitor:
+    """To be used as `async with Visitor(...) as visitor`. Without `identity_path` it is a peer that nobody knows, which will do
+    for a run that is open or has a secret."""
+
+    def __init__(self, identity_path: Path | None = None, secret: bytes = b"") -> None:
+        self._identity_path, self._admission = identity_path, Admission(secret=secret)
+        self._closing = AsyncExitStack()
+
+    async def __aenter__(self) -> Visitor:
+        async with self._closing:
+            folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="geomesh-visit-")))
+            net = NetSection(listen="/ip4/127.0.0.1/tcp/0")
+            self._transport = Libp2pTransport(net, self._identity_path or folder / "identity.key")
+            await self._transport.start(_ignore, _answer_nothing)
+            self._closing.push_async_callback(self._transport.stop)
+            self._closing = self._closing.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._closing.aclose()
+
+    async def status(self, address: str) -> dict[str, Any]:
+        """What the peer at `address` says. Raises ConfigError (no address of a peer), UnreachableError, RefusedError."""
+        target = parse(address, "ADDR")
+        if not target.peer:
+            raise ConfigError(f"{address}: it must end in /p2p/ID: take it from the line that a peer of the run prints")
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await self._ask(target.peer, target.text)
+        except TimeoutError:
+            raise UnreachableError(f"{address}: no answer within {ANSWER_SECONDS:g} s: see that this peer is up") from None
+        except Unreachable as error:
+            raise UnreachableError(f"{address}: {dial_reason(str(error), target.text)}: see that this peer is up") from None
+        if answer.found:
+            return dict(json.loads(answer.data))
+        why = answer.header.decode(errors="replace")[:400]
+        if not why:
+            raise UnreachableError(f"{address}: this peer is starting and has nothing to say yet: try again")
+        raise RefusedError(f"{address} refuses: {why}: pass what a peer of the run has (--join-secret-file, --identity)")
+
+    async def _ask(self, peer: PeerId, address: str) -> Fetched:
+        daemon = self._transport.daemon
+        if daemon is None:
+            raise GeoMeshError("the libp2p daemon has ended: try again")
+        await daemon.connect(peer, (address,))
+        self._transport.learn(peer, (address,))
+        proof = self._admission.proof(self._transport.peer, peer)
+        return await self._transport.request(peer, Fetch(STATUS, 0, proof, 0, 0), ANSWER_SECONDS)
+
+
+def _ignore(peer: PeerId, message: Message) -> None:
+    pass
+
+
+async def _answer_nothing(peer: PeerId, fetch: Fetch) -> Fetched:
+    return Fetched(False, b"", 0, 0, b"", 0)

@@ -1,0 +1,119 @@
+"""`geomesh status` of a real mesh, by somebody who takes no part in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.sites import GEOMESH, LIGHT, Sites
+
+SECRET = "a secret that nobody guesses, of 40 bytes"
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
+    folder = tmp_path_factory.mktemp("mesh")
+    (folder / "secret").write_text(SECRET)
+    mesh = Sites(folder, ["a", "b", "c"], rounds=100_000, command=LIGHT)
+    mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.3"}
+    for site in mesh:
+        site.extra = ["--net.join_secret_file", str(folder / "secret")]
+    try:
+        mesh.start()
+        mesh.together()
+        mesh.advance(3)
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+def status(mesh: Sites, *arguments: str, address: str = "") -> subprocess.CompletedProcess[str]:
+    asked = address or mesh["b"].address_file.read_text().strip()
+    command = [*GEOMESH, "status", asked, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=mesh.environment, cwd=mesh.folder, timeout=120)
+
+
+def told(mesh: Sites) -> dict[str, Any]:
+    done = status(mesh, "--json", "--join-secret-file", "secret")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_every_peer_tells_of_itself_and_of_the_others(mesh: Sites) -> None:
+    before = max(site.round for site in mesh)
+    run = told(mesh)
+    asked, peers = run["asked"], {peer["site"]: peer for peer in run["peers"]}
+    assert asked["site"] == "b"
+    assert asked["round"] >= before
+    assert set(peers) == {"a", "b", "c"}
+    assert {peer["told_by"] for peer in peers.values()} == {"a", "b", "c"}, "each was asked itself"
+    assert asked["leader"] in peers
+    assert len({peer["run"] for peer in peers.values()}) == 1
+    for name, peer in peers.items():
+        assert peer["peer"] == mesh[name].peer
+        assert peer["round"] >= before
+        assert 0 <= peer["straggler_idle_share"] < 1
+        assert peer["step_seconds"] > 0, "by the others"
+    assert {member["site"] for member in asked["plan"]["members"]} == {"a", "b", "c"}
+    assert [other["site"] for other in asked["others"]] == ["a", "c"]
+    assert all(other["rtt_seconds"] > 0 and other["heard_seconds_ago"] < 3 for other in asked["others"])
+
+
+def test_a_person_reads_a_table(mesh: Sites) -> None:
+    done = status(mesh, "--join-secret-file", "secret")
+    assert done.returncode == 0, done.stderr
+    assert "round " in done.stdout
+    assert all(f"\n{site}" in done.stdout for site in "abc")
+    assert "Traceback" not in done.stderr
+
+
+def test_who_may_not_join_learns_nothing(mesh: Sites) -> None:
+    done = status(mesh, "--json")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "the join secret was not proved" in done.stderr
+    assert "--join-secret-file" in done.stderr
+
+
+def test_a_peer_that_is_gone_is_told_as_the_others_see_it(mesh: Sites) -> None:
+    mesh["c"].kill()
+    try:
+        peers = {peer["site"]: peer for peer in told(mesh)["peers"]}
+        assert peers["c"]["told_by"] == "b"
+        assert peers["a"]["told_by"] == "a"
+    finally:
+        mesh["c"].start()
+        mesh.together()
+
+
+def test_nobody_at_the_address_is_exit_code_3_with_a_reason(mesh: Sites) -> None:
+    address = mesh["b"].address_file.read_text().strip()
+    host, _, peer = address.rpartition("/p2p/")
+    done = status(mesh, address=f"{host.rpartition('/')[0]}/1/p2p/{peer}")
+    assert done.returncode == 3
+    assert "refused" in done.stderr
+    assert status(mesh, address="/ip4/127.0.0.1/tcp/4101").returncode == 2, "an address without a peer id"
+
+
+def test_watching_costs_the_run_nothing_and_ends_with_ctrl_c(mesh: Sites) -> None:
+    asked = mesh["b"].address_file.read_text().strip()
+    command = [*GEOMESH, "status", asked, "--json", "--watch", "--join-secret-file", "secret"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mesh.environment, cwd=mesh.folder) as watching:
+        assert watching.stdout is not None
+        rounds = [json.loads(watching.stdout.readline())["asked"]["round"] for _ in range(3)]
+        watching.send_signal(2)
+        assert watching.wait(60) == 0
+    assert rounds == sorted(rounds)
+    assert rounds[-1] > rounds[0]
+    members = mesh["b"].history("commit")[-1]["view"]
+    assert sorted(members) == sorted(site.peer for site in mesh), "a visitor is no member"
+
+
+def test_asking_does_not_load_torch() -> None:
+    code = "import geomesh_p2p.lab.status, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
