@@ -225,14 +225,31 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from geomesh_p2p.lab.status import Question, main
-    from geomesh_p2p.seed_files import read_address
+    from geomesh_p2p.lab.status import status
 
-    question = Question(read_address(args.address, 0.0), args.identity, args.join_secret_file, args.json, args.watch)
     try:
-        return main(question)
+        return status(_call(args), args.json, args.watch)
     except KeyboardInterrupt:
         return 0 if args.watch else 130
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.status import order
+
+    return order(_call(args), "drain", args.site)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.status import order
+
+    return order(_call(args), "stop")
+
+
+def _call(args: argparse.Namespace) -> Any:
+    from geomesh_p2p.lab.status import Call
+    from geomesh_p2p.seed_files import read_address
+
+    return Call(read_address(args.address, 0.0), args.identity, args.join_secret_file)
 
 
 def _config_show(args: argparse.Namespace) -> int:
@@ -346,17 +363,28 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true")
 
     status = add("status", _status, "What a run's peers do now; from any machine that may join it.", keys=False)
-    status.add_argument("address", metavar="ADDR", help="any peer of the run, as it prints it; or @FILE with its address")
-    status.add_argument("--join-secret-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
-    status.add_argument("--identity", type=Path, metavar="FILE", help="a peer's identity.key, if the run has a list of peers")
+    _add_call(status)
     status.add_argument("--json", action="store_true", help="one JSON object (with --watch: one a line, for ever)")
     status.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
+
+    drain = add("drain", _drain, "Let one site leave its run in good order, from any machine that may join it.", keys=False)
+    _add_call(drain)
+    drain.add_argument("site", metavar="SITE", help="its name")
+
+    stop = add("stop", _stop, "Stop a run, everywhere after the same round and with all saved.", keys=False)
+    _add_call(stop)
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
     show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)
     show.add_argument("--site", metavar="FILE", help="with the overrides of this site file")
     show.add_argument("--json", action="store_true")
     return parser
+
+
+def _add_call(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("address", metavar="ADDR", help="any peer of the run, as it prints it; or @FILE with its address")
+    verb.add_argument("--join-secret-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
+    verb.add_argument("--identity", type=Path, metavar="FILE", help="a key of your own, made if missing, that net.allow lists")
 
 
 def _add_sites(verb: argparse.ArgumentParser) -> None:

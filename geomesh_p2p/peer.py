@@ -22,7 +22,7 @@ from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
-from geomesh_p2p.core.types import NO_TERM, Founding, Profile, Timing
+from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
@@ -46,7 +46,7 @@ from geomesh_p2p.swarm.planning import LeadersPlanner
 from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Planning, Session, Surroundings
 from geomesh_p2p.swarm.transport import Libp2pTransport
-from geomesh_p2p.swarm.visits import Visits
+from geomesh_p2p.swarm.visits import Host, Visits
 from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry.board import StatusBoard
 from geomesh_p2p.telemetry.control import ControlChannel
@@ -206,7 +206,7 @@ class Peer:
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
         membership.most_members = self.run.net.most_peers
         front.membership = membership
-        front.visits = Visits(membership, transport, self.board.snapshot)
+        front.visits = Visits(membership, transport, Host(self.board.snapshot, self._leader, self._stop, self._stop_run))
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:
             log.warning("%s", warning)
@@ -314,6 +314,13 @@ class Peer:
             self.session.leave(reason, self._leave_code)
         elif self._main is not None:
             self._main.cancel()
+
+    def _leader(self) -> PeerId:
+        return self.session.replica.leader if self.session is not None else ""
+
+    def _stop_run(self) -> None:
+        if self.session is not None:
+            self.session.stop_run()
 
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
         metrics = Metrics(
@@ -438,7 +445,7 @@ class Peer:
         return Session(
             around,
             replica,
-            Planning(planner.make, self.run.run.validate_every_rounds, self.run.run.rounds, self.run.save),
+            Planning(planner.make, self.run.run.validate_every_rounds, self.run.save),
             ExchangeSetup(
                 codec,
                 ExchangeLimits(chunk_bytes=self.run.net.chunk_bytes),

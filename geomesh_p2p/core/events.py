@@ -132,9 +132,14 @@ class LeaveWanted:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class StopWanted:
+    """An operator wants the run to end soon, everywhere after the same round."""
+
+
 Event = (
     Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed
-    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted
+    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted | StopWanted
 )
 
 # ---------------------------------------------------------------- actions

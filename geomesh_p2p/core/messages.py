@@ -53,6 +53,7 @@ class Heartbeat:
     step_batch: int          # last round's batch and median seconds a step; 0 if none
     step_seconds: float
     links: tuple[Link, ...]  # measured from the sender
+    stop_after: int          # the round after which the run is stopped, by order; 0: none was given
     sent_at: float           # sender's monotonic clock, echoed by HeartbeatEcho for the round-trip time
 
 
@@ -197,6 +198,24 @@ class Fetched:
     hint: int
 
 
+ORDERS = ("drain", "stop")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What whoever may join can tell a run: `verb` is one of ORDERS; `drain` is for `site` alone. `proof` as in a Hello. A peer
+    passes it on once, in its own name. Answered by a Fetched whose header says in words what was done, or why not."""
+
+    verb: str
+    site: str
+    passed_on: bool
+    proof: bytes
+
+    @property
+    def what(self) -> str:
+        return self.verb
+
+
 @dataclass(frozen=True)
 class Busy:
     """In the header of a Fetched that found nothing: a donor that gives to as many as it can. Ask again after so many seconds,
@@ -268,5 +287,7 @@ class ChunkMissing:
 Message = (
     Hello | Refused | Heartbeat | HeartbeatEcho | VoteRequest | Vote | PlanOffer | PlanRefused | Finished | Close | Lost
     | HeldReport | HoldAgain | Commit | Leave | Fetch | Fetched | Chunk | ChunkAck | PartHeader | ChunkWanted
-    | ChunkMissing
+    | ChunkMissing | Order
 )
+Request = Fetch | Order
+"""What is answered by a Fetched, on a stream of its own."""

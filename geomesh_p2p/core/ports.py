@@ -13,7 +13,7 @@ from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import LogState
-from geomesh_p2p.core.messages import Chunk, Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Chunk, Fetched, Message, Request
 from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
 
 Vector = npt.NDArray[np.float32]
@@ -46,7 +46,7 @@ class Transport(Protocol):
                its front.
     send_bulk(): one chunk; returns when the stream has taken it (back-pressure), raises Unreachable on failure. Chunks may
                overtake each other and control messages.
-    request(): one Fetch, answered by the other end's `on_request`; raises Unreachable at the deadline.
+    request(): one Fetch or Order, answered by the other end's `on_request`; raises Unreachable at the deadline.
     run:       the run id that every frame carries; empty until it is known (settable). Frames of another run are dropped,
                but for Hello, Refused and Fetches of `founding` and `status`.
     """
@@ -57,14 +57,14 @@ class Transport(Protocol):
     async def start(
         self,
         on_message: Callable[[PeerId, Message], None],
-        on_request: Callable[[PeerId, Fetch], Awaitable[Fetched]],
+        on_request: Callable[[PeerId, Request], Awaitable[Fetched]],
     ) -> None: ...
 
     def send(self, to: PeerId, message: Message) -> None: ...
 
     async def send_bulk(self, to: PeerId, chunk: Chunk) -> None: ...
 
-    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched: ...
+    async def request(self, to: PeerId, fetch: Request, timeout_seconds: float) -> Fetched: ...
 
     def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Addresses under which `peer` may be dialled from now on (the newest replace the older)."""

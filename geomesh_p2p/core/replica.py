@@ -148,6 +148,8 @@ class Replica:
             case ev.LeaveWanted(reason, exit_code):
                 s.leave_code = exit_code
                 self._want_to_leave(reason)
+            case ev.StopWanted():
+                self._stop_run()
 
     def _receive(self, sender: PeerId, message: m.Message) -> None:
         s, member, leading = self.s, self.member, self.leading
@@ -315,6 +317,8 @@ class Replica:
             seen.ready_since = s.now
             s.note("join", peer_id=sender, peer_site=beat.site)
         seen.leaving = beat.leaving
+        if beat.stop_after:
+            s.stop(beat.stop_after)
         if beat.leader == sender:
             self.election.heard_leader(sender, beat.term)
         elif sender == self.election.leader:
@@ -438,7 +442,13 @@ class Replica:
         self._look_around()
         self._next_offer()
 
-    # -------------------------------------------------------------- leaving
+    # -------------------------------------------------------------- the end
+
+    def _stop_run(self) -> None:
+        """After the round going on, which the leader alone knows for certain: it commits first, others are at most one behind.
+        Without a leader there is no further round. Heartbeats tell everybody."""
+        further = 1 if self.leading is not None else 2 if self.election.leader else 0
+        self.s.stop(self.s.round + further)
 
     def _want_to_leave(self, reason: str) -> None:
         if self.s.leaving:
@@ -591,6 +601,7 @@ class Replica:
             "trains": s.settings.trains,
             "ready": s.ready and s.up_to_date,
             "leaving": bool(s.leaving),
+            "stop_after": s.stop_after or 0,
             "profile": s.profile,
         }
 

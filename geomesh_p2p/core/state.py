@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from random import Random
 from typing import Any
 
@@ -54,6 +55,7 @@ class State:
         self.out: list[Action] = []
         self.peers: dict[PeerId, Seen] = {}
         self.profile: Profile | None = None
+        self.stop_after: int | None = None   # by order: the run's last round, for now
         self.leaving = ""
         self.leave_code = 0
         self.highest = durable.term          # the highest term heard of, adopted or not
@@ -65,6 +67,14 @@ class State:
         self.checking = False                # the anchor may be wrong (core/anchors.py)
         self.had = log.round                 # the newest round committed here in an earlier life, though it may be lost
         self.up_to_date = set(log.voters) <= {me}  # latched: a peer that comes back does not know yet what it has missed
+
+    # -------------------------------------------------------------- changing
+
+    def stop(self, after: int) -> None:
+        """End with that round, unless it ends sooner."""
+        if after < self.last_round:
+            self.stop_after = after
+            self.note("stop_after", round=after)
 
     # -------------------------------------------------------------- reading
 
@@ -81,9 +91,14 @@ class State:
         return self.log.round
 
     @property
+    def last_round(self) -> float:
+        """The round with which the run ends: its goal, or an earlier one by order."""
+        return min(end for end in (self.settings.final_round, self.stop_after, inf) if end is not None)
+
+    @property
     def final(self) -> bool:
         """Whether the run has reached its last round here."""
-        return self.settings.final_round is not None and self.round >= self.settings.final_round
+        return self.round >= self.last_round
 
     @property
     def ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""`geomesh status`: a run as its peers tell it, from any machine, for whoever may join it.
+"""`geomesh status`, `drain`, `stop`: a run as its peers tell it, and orders to it, from any machine of who may join it.
 
 The peer that is asked knows all the others; those that can be dialled are then asked themselves, as only they know where their
 own time goes. What the others say is told of the rest.
@@ -29,36 +29,46 @@ WARNINGS_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Question:
-    """What `geomesh status` was called with."""
+class Call:
+    """Whom a visitor calls on, and as whom."""
 
     address: str
     identity: Path | None = None
     join_secret_file: Path | None = None
-    json: bool = False
-    watch: bool = False
+
+    def visitor(self) -> Visitor:
+        return Visitor(self.identity, read_secret(self.join_secret_file) if self.join_secret_file else b"")
 
 
-def main(question: Question) -> int:
+def status(call: Call, as_json: bool, watch: bool) -> int:
     """0; raises GeoMeshError if the peer at the address cannot be reached (3) or refuses (5)."""
-    return asyncio.run(_main(question))
+    return asyncio.run(_status(call, as_json, watch))
 
 
-async def _main(question: Question) -> int:
-    secret = read_secret(question.join_secret_file) if question.join_secret_file else b""
-    async with Visitor(question.identity, secret) as visitor:
-        if question.watch and not question.json:
-            return await _watch(visitor, question.address)
-        run = await look(visitor, question.address)
+def order(call: Call, verb: str, site: str = "") -> int:
+    """0 once the run has taken the order; raises as status()."""
+
+    async def give() -> str:
+        async with call.visitor() as visitor:
+            return await visitor.order(call.address, verb, site)
+
+    print(asyncio.run(give()))
+    return 0
+
+
+async def _status(call: Call, as_json: bool, watch: bool) -> int:
+    async with call.visitor() as visitor:
+        if watch and not as_json:
+            return await _watch(visitor, call.address)
         while True:
-            if question.json:
+            run = await look(visitor, call.address)
+            if as_json:
                 print(json.dumps(run), flush=True)
             else:
                 Console(soft_wrap=True).print(shown(run))
-            if not question.watch:
+            if not watch:
                 return 0
             await asyncio.sleep(LOOK_SECONDS)
-            run = await look(visitor, question.address)
 
 
 async def _watch(visitor: Visitor, address: str) -> int:

@@ -17,7 +17,7 @@ from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.wire import KIB, MIB, FrameError
 
-STRANGERS_SAY = (m.Hello, m.Refused, m.Fetch)
+STRANGERS_SAY = (m.Hello, m.Refused, m.Fetch, m.Order)
 """What is read of a stranger."""
 BEATS_AT_ONCE, BEATS_PER_SECOND = 4.0, 0.5
 """Heartbeats read of a stranger: one may be a member that this peer does not know again yet, and is greeted then."""

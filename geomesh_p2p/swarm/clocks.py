@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from geomesh_p2p.core.messages import Fetch, Fetched
+from geomesh_p2p.core.messages import Fetch, Fetched, Request
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.transport import Libp2pTransport
@@ -45,7 +45,7 @@ class Offset:
 ADVICE = "set the clocks of both by NTP, for instance with chrony (training goes on, but logs cannot be compared)"
 
 
-def answer_clock(fetch: Fetch, clock: Callable[[], float] = time.time) -> Fetched | None:
+def answer_clock(fetch: Request, clock: Callable[[], float] = time.time) -> Fetched | None:
     """The answer to a question for the time, None if `fetch` is none."""
     if fetch.what != CLOCK:
         return None

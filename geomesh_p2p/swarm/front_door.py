@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from geomesh_p2p.core.messages import Fetch, Fetched, Hello, Message, Refused
+from geomesh_p2p.core.messages import Fetched, Hello, Message, Order, Refused, Request
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.budgets import Complaints
 from geomesh_p2p.swarm.clocks import answer_clock
@@ -43,11 +43,13 @@ class FrontDoor:
         elif self.membership is not None and isinstance(message, Refused):
             self.membership.on_refused(sender, message)
 
-    async def answer(self, sender: PeerId, fetch: Fetch) -> Fetched:
+    async def answer(self, sender: PeerId, fetch: Request) -> Fetched:
+        if self.visits is not None and (told := await self.visits.answer(sender, fetch)) is not None:
+            return told
+        if isinstance(fetch, Order):
+            return Fetched(False, b"this peer is starting: try again", 0, 0, b"", 0)
         if (time_of_day := answer_clock(fetch)) is not None:
             return time_of_day
-        if self.visits is not None and (told := self.visits.answer(sender, fetch)) is not None:
-            return told
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
         if self.reaching is not None and (answer := await self.reaching.answer(sender, fetch)) is not None:

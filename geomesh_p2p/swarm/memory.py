@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Message, Order, Request
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm import wire
@@ -27,7 +27,7 @@ from geomesh_p2p.swarm.budgets import Budgets, OverBudget
 from geomesh_p2p.swarm.links import LinkTable
 
 OnMessage = Callable[[PeerId, Message], None]
-OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
+OnRequest = Callable[[PeerId, Request], Awaitable[Fetched]]
 
 
 # ---------------------------------------------------------------- the network
@@ -398,7 +398,7 @@ class MemoryTransport:
             body = body[:-1] + bytes((body[-1] ^ 1,))   # a chunk's data are the last of its bytes
         loop.call_at(arrives, self.deliver, to, body, way.connection)
 
-    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
+    async def request(self, to: PeerId, fetch: Request, timeout_seconds: float) -> Fetched:
         self._sequence += 1
         sequence = self._sequence
         future: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
@@ -454,7 +454,7 @@ class MemoryTransport:
         traffic.overhead_received += len(body) - payload
         if not wire.concerns(self.run, frame):
             return
-        if isinstance(message, Fetch):
+        if isinstance(message, (Fetch, Order)):
             try:
                 self.budgets.begin_request(sender)
             except OverBudget:
@@ -473,6 +473,6 @@ class MemoryTransport:
             assert self._on_message is not None
             self._on_message(sender, message)
 
-    async def _answer(self, sender: PeerId, fetch: Fetch, sequence: int | None) -> None:
+    async def _answer(self, sender: PeerId, fetch: Request, sequence: int | None) -> None:
         assert self._on_request is not None
         self._send(sender, await self._on_request(sender, fetch), sequence)

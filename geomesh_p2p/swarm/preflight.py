@@ -17,7 +17,7 @@ import psutil
 from geomesh_p2p.addresses import Address, parse_address
 from geomesh_p2p.config import MetricsSection, NetSection
 from geomesh_p2p.core.findings import Finding, fatal, ok, refused, warning
-from geomesh_p2p.core.messages import Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Fetched, Message, Request
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import ConfigError, DataError, GeoMeshError, TemporaryError, UnreachableError
@@ -309,7 +309,7 @@ def _ignore(sender: PeerId, message: Message) -> None:
     pass
 
 
-async def _answer(sender: PeerId, fetch: Fetch) -> Fetched:
+async def _answer(sender: PeerId, fetch: Request) -> Fetched:
     return answer_clock(fetch) or Fetched(False, b"", 0, 0, b"", 0)
 
 

@@ -77,7 +77,6 @@ class Planning:
 
     make: Callable[[ev.NeedPlan, tuple[msg.Heartbeat, ...], LogState], Plan]
     validate_every_rounds: int
-    final_round: int
     save: SaveSection
 
 
@@ -151,9 +150,13 @@ class Session:
         self._good_ends.add(exit_code)
         self._put(ev.LeaveWanted(reason, exit_code))
 
-    async def answer(self, sender: PeerId, fetch: msg.Fetch) -> msg.Fetched:
+    def stop_run(self) -> None:
+        """Ask for the end of the whole run, soon and after the same round everywhere."""
+        self._put(ev.StopWanted())
+
+    async def answer(self, sender: PeerId, fetch: msg.Request) -> msg.Fetched:
         """State is for members only: a stranger learns nothing."""
-        if not self.around.membership.admitted(sender):
+        if isinstance(fetch, msg.Order) or not self.around.membership.admitted(sender):
             return msg.Fetched(False, b"", 0, 0, b"", 0)
         return await self.donor.answer(sender, fetch)
 
@@ -198,6 +201,7 @@ class Session:
                     pending = deque(self.replica.handle(ev.SaveFailed(str(error)), self.around.clock()))
             if isinstance(event, ev.StateChecked):
                 self._remade = None
+            self._end_if_over(self.replica.round)
             self._woken.set()
             self._show_phase()
 
@@ -347,7 +351,7 @@ class Session:
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         self._anchor_at = state
-        final = update.round >= self.planning.final_round
+        final = update.round >= self.replica.s.last_round
         if final or update.round % self.planning.save.snapshot_every_rounds == 0:
             self._save_snapshot(state)
         self._end_if_over(update.round)
@@ -359,7 +363,7 @@ class Session:
 
     def _end_if_over(self, round: int) -> None:
         """With the last round here nothing is left to train: validate, stay a while for those who lack it, and end."""
-        if round >= self.planning.final_round and not self._ends:
+        if round >= self.replica.s.last_round and not self._ends:
             self._ends = True
             self.bench.put(ValidateAll(round))
 
@@ -605,11 +609,12 @@ class Session:
         earliest = self._began if alone else self._began + self.around.membership.limit_seconds
         while (now := self.around.clock()) < until:
             others = [a for a in self.around.membership.live(now) if a.trains and a.heartbeat is not None]
-            last = [a.heartbeat.round >= self.planning.final_round for a in others if a.heartbeat is not None]
+            last = [a.heartbeat.round >= self.replica.s.last_round for a in others if a.heartbeat is not None]
             if now >= earliest and all(last):
                 break
             await asyncio.sleep(0.1)
-        self._finish(0, f"the run has reached round {self.planning.final_round}")
+        by_order = self.replica.s.stop_after is not None
+        self._finish(0, f"the run {'was stopped after' if by_order else 'has reached'} round {self.replica.round}")
 
     def _finish(self, exit_code: int, reason: str) -> None:
         if self.outcome is None:

@@ -19,7 +19,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from geomesh_p2p.config import LinkSection, NetSection
-from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat, Hello, Message
+from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, Heartbeat, Hello, Message, Order, Request
 from geomesh_p2p.core.ports import PeerTraffic, Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import TemporaryError
@@ -44,7 +44,7 @@ ANSWER_PATIENCE = 8              # times the deadline of a request, for an answe
 NOT_RUNNING = "the libp2p daemon does not run"
 
 OnMessage = Callable[[PeerId, Message], None]
-OnRequest = Callable[[PeerId, Fetch], Awaitable[Fetched]]
+OnRequest = Callable[[PeerId, Request], Awaitable[Fetched]]
 OnWarning = Callable[[str, str], None]      # (reason from a fixed list, one line)
 OnOtherVersion = Callable[[PeerId, int], None]
 
@@ -319,12 +319,13 @@ class Libp2pTransport:
         self.links.sent(to, chunk, asyncio.get_running_loop().time())
         await self._remote(to).send_bulk(wire.encode(chunk, self.run), len(chunk.data))
 
-    async def request(self, to: PeerId, fetch: Fetch, timeout_seconds: float) -> Fetched:
+    async def request(self, to: PeerId, fetch: Request, timeout_seconds: float) -> Fetched:
         """Gives up once nothing has come for `timeout_seconds`, or if the whole takes ANSWER_PATIENCE times as long."""
         self._sequence += 1
         clock = asyncio.get_running_loop().time
         latest = clock() + ANSWER_PATIENCE * timeout_seconds
-        await self._make_room(to, fetch.length, fetch.length)
+        length = fetch.length if isinstance(fetch, Fetch) else 0
+        await self._make_room(to, length, length)
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
 
@@ -393,7 +394,7 @@ class Libp2pTransport:
         payload = len(message.data) if isinstance(message, Chunk) else 0
         traffic.payload_received += payload
         traffic.overhead_received += len(body) + wire.LENGTH_BYTES - payload
-        if isinstance(message, (Fetch, Fetched)):
+        if isinstance(message, (Fetch, Order, Fetched)):
             raise wire.FrameError(f"{type(message).__name__}: has streams of its own")
         if not wire.concerns(self.run, frame) or self._on_message is None:
             return
@@ -415,8 +416,8 @@ class Libp2pTransport:
         def asked(stream: FrameStream, body: bytes | bytearray) -> None:
             frame = wire.decode(body)
             self._remote(peer).traffic.overhead_received += len(body) + wire.LENGTH_BYTES
-            if not isinstance(frame.message, Fetch) or busy:
-                raise wire.FrameError(f"{type(frame.message).__name__}: one Fetch at a time expected")
+            if not isinstance(frame.message, (Fetch, Order)) or busy:
+                raise wire.FrameError(f"{type(frame.message).__name__}: one request at a time expected")
             self.budgets.begin_request(peer)
             task = asyncio.create_task(self._answer(peer, stream, frame, busy.clear))
             for tasks in (busy, self._tasks):
@@ -428,7 +429,7 @@ class Libp2pTransport:
 
     async def _answer(self, peer: PeerId, stream: FrameStream, frame: wire.Frame, done: Callable[[], None]) -> None:
         """`done` is called before the other end can know: its next question may be here before this task has ended."""
-        assert isinstance(frame.message, Fetch)
+        assert isinstance(frame.message, (Fetch, Order))
         assert self._on_request is not None
         remote = self._remote(peer)
         if not wire.concerns(self.run, frame):

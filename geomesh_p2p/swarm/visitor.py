@@ -1,16 +1,17 @@
-"""The asking side of visits.py: looks at a run without taking part in it."""
+"""The asking side of visits.py: looks at a run, and gives it orders, without taking part in it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from geomesh_p2p.config import NetSection
-from geomesh_p2p.core.messages import Fetch, Fetched, Message
+from geomesh_p2p.core.messages import Fetch, Fetched, Message, Order, Request
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.errors import ConfigError, GeoMeshError, RefusedError, UnreachableError
@@ -21,11 +22,12 @@ from geomesh_p2p.swarm.transport import Libp2pTransport
 from geomesh_p2p.swarm.visits import STATUS
 
 ANSWER_SECONDS = 8.0
+NEEDED = ": pass what a peer of the run has (--join-secret-file, --identity)"
 
 
 class Visitor:
     """To be used as `async with Visitor(...) as visitor`. Without `identity_path` it is a peer that nobody knows, which will do
-    for a run that is open or has a secret."""
+    for a run that is open or has a secret. Never that of a peer that runs: others would take this for a restart of it."""
 
     def __init__(self, identity_path: Path | None = None, secret: bytes = b"") -> None:
         self._identity_path, self._admission = identity_path, Admission(secret=secret)
@@ -46,36 +48,45 @@ class Visitor:
 
     async def status(self, address: str) -> dict[str, Any]:
         """What the peer at `address` says. Raises ConfigError (no address of a peer), UnreachableError, RefusedError."""
+        return dict(json.loads((await self._request(address, lambda proof: Fetch(STATUS, 0, proof, 0, 0))).data))
+
+    async def order(self, address: str, verb: str, site: str = "") -> str:
+        """Have the peer at `address` see to an order (messages.Order). What it says was done. Raises as status()."""
+        answer = await self._request(address, lambda proof: Order(verb, site, False, proof))
+        return answer.header.decode(errors="replace")[:400]
+
+    async def _request(self, address: str, make: Callable[[bytes], Request]) -> Fetched:
+        """`make` gets the proof of the right to join."""
         target = parse(address, "ADDR")
         if not target.peer:
             raise ConfigError(f"{address}: it must end in /p2p/ID: take it from the line that a peer of the run prints")
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await self._ask(target.peer, target.text)
+                answer = await self._ask(target.peer, target.text, make)
         except TimeoutError:
             raise UnreachableError(f"{address}: no answer within {ANSWER_SECONDS:g} s: see that this peer is up") from None
         except Unreachable as error:
             raise UnreachableError(f"{address}: {dial_reason(str(error), target.text)}: see that this peer is up") from None
         if answer.found:
-            return dict(json.loads(answer.data))
+            return answer
         why = answer.header.decode(errors="replace")[:400]
         if not why:
             raise UnreachableError(f"{address}: this peer is starting and has nothing to say yet: try again")
-        raise RefusedError(f"{address} refuses: {why}: pass what a peer of the run has (--join-secret-file, --identity)")
+        raise RefusedError(f"{address}: {why}{NEEDED if 'net.' in why else ''}")
 
-    async def _ask(self, peer: PeerId, address: str) -> Fetched:
+    async def _ask(self, peer: PeerId, address: str, make: Callable[[bytes], Request]) -> Fetched:
         daemon = self._transport.daemon
         if daemon is None:
             raise GeoMeshError("the libp2p daemon has ended: try again")
         await daemon.connect(peer, (address,))
         self._transport.learn(peer, (address,))
         proof = self._admission.proof(self._transport.peer, peer)
-        return await self._transport.request(peer, Fetch(STATUS, 0, proof, 0, 0), ANSWER_SECONDS)
+        return await self._transport.request(peer, make(proof), ANSWER_SECONDS)
 
 
 def _ignore(peer: PeerId, message: Message) -> None:
     pass
 
 
-async def _answer_nothing(peer: PeerId, fetch: Fetch) -> Fetched:
+async def _answer_nothing(peer: PeerId, request: Request) -> Fetched:
     return Fetched(False, b"", 0, 0, b"", 0)

@@ -1,47 +1,105 @@
-"""`geomesh status`: questions of those who take no part. Whoever may join the run may ask, and learns what its peers do.
+"""Questions and orders of those who take no part: `geomesh status`, `drain`, `stop`. Whoever may join the run may give them.
 
-A visitor proves what a newcomer proves: the join secret, or a peer id that is allowed. The answer is JSON: what the peer says
-of itself, and how it sees the others: their newest heartbeats, the links to them, and where they can be asked themselves.
+A visitor proves what a newcomer proves: the join secret, or a peer id that is allowed. A question is answered in JSON: what the
+peer says of itself, and how it sees the others: their newest heartbeats, the links to them, and where they can be asked
+themselves. An order goes to one peer, which passes it on to the one that it is for, once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from geomesh_p2p.core.messages import Fetch, Fetched
+from geomesh_p2p.core.messages import Fetch, Fetched, Order, Request
+from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.transport import Libp2pTransport
 
+log = logging.getLogger("geomesh.visits")
 STATUS = "status"
 MOST_BYTES = 1 << 20
+PASS_ON_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this peer can say and do: `own` is what it says of itself, `leader` whom it follows ("" if nobody), `leave(why)`
+    lets it leave the run, `stop_run()` ends the run for all."""
+
+    own: Callable[[], dict[str, Any]]
+    leader: Callable[[], PeerId]
+    leave: Callable[[str], None]
+    stop_run: Callable[[], None]
 
 
 class Visits:
-    """The answering side. `own` is what this peer says of itself."""
+    """The answering side."""
 
-    def __init__(self, membership: Membership, transport: Libp2pTransport, own: Callable[[], dict[str, Any]]) -> None:
-        self._membership, self._transport, self._own = membership, transport, own
+    def __init__(self, membership: Membership, transport: Libp2pTransport, host: Host) -> None:
+        self._membership, self._transport, self._host = membership, transport, host
 
-    def answer(self, sender: PeerId, fetch: Fetch) -> Fetched | None:
-        """None if `fetch` is no question of a visitor."""
-        if fetch.what != STATUS:
+    async def answer(self, sender: PeerId, request: Request) -> Fetched | None:
+        """None if `request` is not a visitor's."""
+        if isinstance(request, Fetch) and request.what != STATUS:
             return None
+        proof = request.proof if isinstance(request, Order) else request.seal
         me, admission = self._membership.me, self._membership.admission
-        if not self._membership.admitted(sender) and (why := admission.refusal(me.peer, sender, fetch.seal)):
-            return Fetched(False, why.encode(), 0, 0, b"", 0)
+        if not self._membership.admitted(sender) and (why := admission.refusal(me.peer, sender, proof)):
+            return _said(False, why)
+        return await self._obey(sender, request) if isinstance(request, Order) else self._tell()
+
+    # ------------------------------------------------------------ orders
+
+    async def _obey(self, sender: PeerId, order: Order) -> Fetched:
+        giver = self._membership.site_of(sender) if self._membership.admitted(sender) else f"a visitor ({sender})"
+        match order.verb:
+            case "drain" if order.site == self._membership.me.site:
+                log.info("told to leave by %s", giver)
+                self._host.leave(f"drained by {giver}")
+                return _said(True, f"{order.site} leaves after its round, and one that is planned without it")
+            case "drain":
+                peer = next((one.peer for one in self._membership.known.values() if one.site == order.site), "")
+                if not peer:
+                    sites = ", ".join(sorted(self._membership.sites().values()))
+                    return _said(False, f"no site {order.site[:32]!r} here: there are {self._membership.me.site}, {sites}")
+                return await self._pass_on(peer, order) or _said(False, f"{order.site} does not answer")
+            case "stop":
+                leader = self._host.leader()
+                if leader and leader != self._membership.me.peer and (told := await self._pass_on(leader, order)):
+                    return told
+                log.info("told to stop the run by %s", giver)
+                self._host.stop_run()
+                return _said(True, "the run stops after the round going on; every peer saves, and ends with exit code 0")
+        return _said(False, f"{order.verb[:32]!r} is no order")
+
+    async def _pass_on(self, peer: PeerId, order: Order) -> Fetched | None:
+        """None if it does not answer, or the order was passed on before: two peers that take each other for the one that it
+        is for would send it to and fro."""
+        if order.passed_on:
+            return None
+        proof = self._membership.admission.proof(self._membership.me.peer, peer)
+        try:
+            return await self._transport.request(peer, Order(order.verb, order.site, True, proof), PASS_ON_SECONDS)
+        except Unreachable:
+            return None
+
+    # ------------------------------------------------------------ questions
+
+    def _tell(self) -> Fetched:
         text = json.dumps(self.overview()).encode()
         if len(text) > MOST_BYTES:
-            return Fetched(False, f"its answer has {len(text)} bytes: too many".encode(), 0, 0, b"", 0)
+            return _said(False, f"its answer has {len(text)} bytes: too many")
         return Fetched(True, b"", 0, len(text), text, 0)
 
     def overview(self) -> dict[str, Any]:
         me = self._membership.me
-        founding = me.founding
-        return {**self._own(), "peer": me.peer, "run": founding.run.hex() if founding else None, "others": self._others()}
+        run = me.founding.run.hex() if me.founding else None
+        return {**self._host.own(), "peer": me.peer, "run": run, "others": self._others()}
 
     def _others(self) -> list[dict[str, Any]]:
         now, links = time.monotonic(), self._transport.links
@@ -66,3 +124,7 @@ class Visits:
                 "addresses": list(self._transport.addresses_of(known.peer)),
             })  # fmt: skip
         return found
+
+
+def _said(done: bool, words: str) -> Fetched:
+    return Fetched(done, words.encode(), 0, 0, b"", 0)

@@ -32,7 +32,7 @@ TAGS: dict[int, type] = {
     1: m.Hello, 2: m.Refused, 3: m.Heartbeat, 4: m.HeartbeatEcho, 5: m.VoteRequest, 6: m.Vote, 7: m.PlanOffer,
     8: m.PlanRefused, 9: m.Finished, 10: m.Close, 11: m.Lost, 12: m.HeldReport, 13: m.HoldAgain, 14: m.Commit,
     15: m.Leave, 16: m.Fetch, 17: m.Fetched, 18: m.Chunk, 19: m.ChunkAck, 20: m.PartHeader,
-    21: m.ChunkWanted, 22: m.ChunkMissing,
+    21: m.ChunkWanted, 22: m.ChunkMissing, 23: m.Order,
 }  # fmt: skip
 
 # Largest body in bytes. What carries a plan, an update or a held header grows with the number of members.
@@ -59,6 +59,7 @@ LIMITS: dict[type, int] = {
     m.PartHeader: 64 * KIB,
     m.ChunkWanted: 4 * KIB,
     m.ChunkMissing: 64 * KIB,
+    m.Order: KIB,
 }
 
 MAX_BODY = max(LIMITS.values())

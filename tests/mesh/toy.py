@@ -199,7 +199,7 @@ class ToyPeer:
         session = Session(
             around,
             replica,
-            Planning(self.make_planner(), run.run.validate_every_rounds, run.run.rounds, run.save),
+            Planning(self.make_planner(), run.run.validate_every_rounds, run.save),
             ExchangeSetup(ExchangeCodec(self.layout, run.codec), self.limits, 2**22),
             Profile(self.peer, self.name, "toy", engine.measure()),
         )

@@ -1,4 +1,4 @@
-"""`geomesh status` of a real mesh, by somebody who takes no part in it."""
+"""`geomesh status`, `drain` and `stop` of a real mesh, by somebody who takes no part in it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,15 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
         mesh.stop()
 
 
-def status(mesh: Sites, *arguments: str, address: str = "") -> subprocess.CompletedProcess[str]:
+def call(mesh: Sites, verb: str, *arguments: str, address: str = "") -> subprocess.CompletedProcess[str]:
+    """A visitor's call on b, or whoever is at `address`."""
     asked = address or mesh["b"].address_file.read_text().strip()
-    command = [*GEOMESH, "status", asked, *arguments]
+    command = [*GEOMESH, verb, asked, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=mesh.environment, cwd=mesh.folder, timeout=120)
+
+
+def status(mesh: Sites, *arguments: str, address: str = "") -> subprocess.CompletedProcess[str]:
+    return call(mesh, "status", *arguments, address=address)
 
 
 def told(mesh: Sites) -> dict[str, Any]:
@@ -112,6 +117,51 @@ def test_watching_costs_the_run_nothing_and_ends_with_ctrl_c(mesh: Sites) -> Non
     assert rounds[-1] > rounds[0]
     members = mesh["b"].history("commit")[-1]["view"]
     assert sorted(members) == sorted(site.peer for site in mesh), "a visitor is no member"
+
+
+def test_a_site_that_another_peer_is_asked_to_drain_leaves_in_good_order(mesh: Sites) -> None:
+    drained, others = mesh["c"], [mesh["a"], mesh["b"]]
+    done = call(mesh, "drain", "c", "--join-secret-file", "secret")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("c leaves after its round")
+    assert drained.process is not None
+    assert drained.process.wait(120) == 0
+    assert "drained by b" in drained.log()
+    mesh.advance(2, others)
+    assert drained.peer not in others[0].history("commit")[-1]["view"]
+    drained.start()
+    mesh.together()
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["drain", "nowhere", "--join-secret-file", "secret"], 5, "no site 'nowhere' here: there are b, a, c"),
+    (["drain", "c"], 5, "the join secret was not proved"),
+    (["stop"], 5, "the join secret was not proved"),
+])  # fmt: skip
+def test_orders_that_are_refused(mesh: Sites, arguments: list[str], code: int, said: str) -> None:
+    done = call(mesh, *arguments)
+    assert done.returncode == code
+    assert said in done.stderr
+    mesh.advance(1)
+    assert all(site.alive for site in mesh)
+
+
+def test_a_run_that_is_stopped_ends_everywhere_after_the_same_round_and_goes_on_later(mesh: Sites) -> None:
+    done = call(mesh, "stop", "--join-secret-file", "secret")
+    assert done.returncode == 0, done.stderr
+    assert mesh.exit_codes() == [0, 0, 0]
+    last = {site.round for site in mesh}
+    assert len(last) == 1
+    told = min((note["time"], site.name, note["round"]) for site in mesh for note in site.history("stop_after"))
+    before = [note["round"] for note in mesh[told[1]].history("commit") if note["time"] <= told[0]]
+    assert last == {told[2]} == {before[-1] + 1}, "the round that was going on where the order was taken"
+    for site in mesh:
+        assert f"the run was stopped after round {site.round}" in site.log()
+        assert (site.folder / f"snapshot-{site.round}").is_dir(), "saved"
+    assert len(mesh.digests()) == len({round for round, _ in mesh.digests()})
+    for site in mesh:
+        site.start()
+    mesh.together()
 
 
 def test_asking_does_not_load_torch() -> None:

@@ -72,7 +72,7 @@ def beat(
     fields: dict[str, Any] = {
         "site": f"site-{peer}", "term": term, "leader": leader, "round": round, "digest": digest, "phase": "idle",
         "trains": True, "ready": True, "leaving": False, "profile": profile, "step_batch": 0, "step_seconds": 0.0,
-        "links": (), "sent_at": 0.0,
+        "links": (), "stop_after": 0, "sent_at": 0.0,
     }
     return ev.Received(peer, m.Heartbeat(**{**fields, **changes}))
 

@@ -127,7 +127,7 @@ def test_terms_do_not_jump() -> None:
 def beat(curve: tuple[BatchTime, ...] = (BatchTime(1, 0.1), BatchTime(4, 0.3)), **changes: Any) -> Heartbeat:
     profile = Profile("p", "s", "cpu", curve)
     links = (Link("p", "q", 0.1, 1e6),)
-    return replace(Heartbeat("s", NO_TERM, "", 0, b"", "idle", True, True, False, profile, 4, 0.3, links, 1.0), **changes)
+    return replace(Heartbeat("s", NO_TERM, "", 0, b"", "idle", True, True, False, profile, 4, 0.3, links, 0, 1.0), **changes)
 
 
 @pytest.mark.parametrize(
