@@ -10,9 +10,12 @@ WORKDIR /src
 COPY constraints.txt wheel[s] /wheels/
 RUN python3 -m venv /opt/geomesh
 RUN /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt "$TORCH_SPEC"
+# What the package needs, before its own code: a change of the code installs nothing of this again.
 COPY pyproject.toml README.md LICENSE ./
+RUN mkdir geomesh_p2p && touch geomesh_p2p/__init__.py && \
+    /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt ".[gpu]"
 COPY geomesh_p2p geomesh_p2p
-RUN /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt .
+RUN /opt/geomesh/bin/pip install --no-deps --force-reinstall .
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --create-home geomesh && install -d -o geomesh -g geomesh /app /app/runs /shared

@@ -68,12 +68,37 @@ def test_prometheus_scrapes_every_peer() -> None:
     assert not any("localhost" in target or "127." in target for target in targets)
 
 
+def test_the_overlay_gives_each_site_a_gpu_of_its_own() -> None:
+    overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+    assert set(overlay) == set(PEERS)
+    devices = [service["deploy"]["resources"]["reservations"]["devices"][0] for service in overlay.values()]
+    assert len({tuple(device["device_ids"]) for device in devices}) == len(PEERS)
+    assert {(device["driver"], *device["capabilities"]) for device in devices} == {("nvidia", "gpu")}
+    emulated = {site.name: site.config for site in load_sites(ROOT / "deploy/compose")}
+    for site in load_sites(ROOT / "deploy/compose/gpu"):
+        command, without = overlay[site.name]["command"], PEERS[site.name]["command"]
+        assert command == without.replace("deploy/compose/", "deploy/compose/gpu/")
+        assert site.config.device.name == "cuda"
+        assert site.config.emulation is None
+        assert (site.config.net, site.config.metrics) == (emulated[site.name].net, emulated[site.name].metrics)
+
+
+def test_chaos_lives_in_the_network_of_each_site_and_only_if_asked_for() -> None:
+    chaos = {name: service for name, service in COMPOSE["services"].items() if "profiles" in service}
+    assert {service["network_mode"] for service in chaos.values()} == {f"service:{name}" for name in PEERS}
+    assert all(service["profiles"] == ["chaos"] and service["cap_add"] == ["NET_ADMIN"] for service in chaos.values())
+
+
+def test_peers_may_start_in_any_order_and_stop_one_by_one() -> None:
+    assert not any("depends_on" in service for service in PEERS.values())
+
+
 @pytest.mark.case("C111")
 def test_the_stack_asks_for_no_gpu() -> None:
     """A device reservation ends the start of all services on a host without one."""
     for name, service in COMPOSE["services"].items():
         assert not {"deploy", "runtime", "gpus", "devices", "device_cgroup_rules"} & set(service), name
-    assert "nvidia" not in (ROOT / "docker-compose.yml").read_text().lower().replace("nvidia gpus", "")
+    assert "nvidia" not in json.dumps(COMPOSE["services"])
     for site in load_sites(ROOT / "deploy/compose"):
         assert site.config.device.name == "cpu"
 
@@ -179,5 +204,6 @@ def test_a_stopped_peer_has_the_time_to_leave_and_a_signal_reaches_it() -> None:
 def test_what_compose_passes_on_is_a_key_of_the_run() -> None:
     for name, service in PEERS.items():
         run_file = service["command"].split()[1]
-        env = dict.fromkeys(service["environment"], "60")
-        assert resolve_run(ROOT / run_file, env=env).config.run.rounds == 60, name
+        env = {key: value or "60" for key, _, value in (entry.partition("=") for entry in service["environment"])}
+        config = resolve_run(ROOT / run_file, env=env).config
+        assert (config.run.rounds, config.net.reach_seconds) == (60, 600), name
