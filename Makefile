@@ -2,6 +2,7 @@
 # demo    four unequal sites train one model on this machine; writes runs/demo/report.json
 # test    the fast tests          test-all  every test          lint  style, types, import law
 # soak    hours of random faults, joins and leaves; resumable
+# test-compose the image and the mesh in containers; dashboards and alerts over a real Prometheus (as root, on Debian)
 # bench-micro  codec, loop and transport, as ratios
 
 BIN := .venv/bin
@@ -46,5 +47,9 @@ bench-micro: setup
 soak: setup
 	$(BIN)/python -m tests.soak $(SOAK)
 
-test-compose bench:
+test-compose: setup
+	@command -v prometheus promtool >/dev/null || apt-get install -y -qq prometheus
+	$(BIN)/pytest -q tests/operate
+
+bench:
 	@echo "make $@: not part of this release" >&2; exit 2
