@@ -19,7 +19,6 @@ from geomesh_p2p.config import SaveSection
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as msg
 from geomesh_p2p.core import observations as obs
-from geomesh_p2p.core.agreement import Agreement, AgreementBook
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState, next_voters
 from geomesh_p2p.core.ports import (
@@ -38,7 +37,7 @@ from geomesh_p2p.core.ports import (
     Vector,
 )
 from geomesh_p2p.core.replica import Replica
-from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Term, Update
+from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Update
 from geomesh_p2p.swarm.catching_up import CatchingUp
 from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import Assembly
@@ -47,6 +46,7 @@ from geomesh_p2p.swarm.fetching import Fetcher
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.rounds import RoundBook
+from geomesh_p2p.swarm.telling import Teller
 from geomesh_p2p.swarm.work import Bench, Job, Listeners
 
 EXCHANGE_MESSAGES = (msg.Chunk, msg.ChunkAck, msg.PartHeader, msg.ChunkWanted, msg.ChunkMissing)
@@ -93,6 +93,7 @@ class Session:
         self.planning = planning
         self.profile = profile
         self.bench = Bench(Listeners(self._contributed, self._folded, self._validated, self._made_anew))
+        self._teller = Teller(replica, around.membership, around.links, around.observe)
         self.book = RoundBook(profile.peer, around.membership, around.transport, around.observe, around.clock())
         self.outcome: tuple[int, str] | None = None
         self.crash: BaseException | None = None
@@ -104,8 +105,6 @@ class Session:
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._agreement: tuple[Digest, tuple[tuple[PeerId, Agreement], ...]] = (b"", ())
-        self._agreement_book = AgreementBook()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
         self._anchor_at = replica.log.state  # once the bench has done its work; ahead of the replica while this peer catches up
@@ -114,9 +113,6 @@ class Session:
         self._remade: Made | None = None  # what this peer's anchor came to, until the replica has heard it
         self._unsaved = False
         self._seen_plan: Plan | None = None
-        self._seen_members: tuple[tuple[str, ...], str] = ((), "")
-        self._seen_phase: obs.PhaseChanged | None = None
-        self._seen_leader: tuple[Term, PeerId] | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -203,7 +199,7 @@ class Session:
                 self._remade = None
             self._end_if_over(self.replica.round)
             self._woken.set()
-            self._show_phase()
+            self._teller.phase()
 
     async def _tick(self) -> None:
         """At the replica's next deadline, and at least each TICK_SECONDS: who has fallen silent is seen however busy it is."""
@@ -228,7 +224,7 @@ class Session:
         while True:
             self._beat_now.clear()
             self._beat_to_all()
-            self._show_members()
+            self._teller.members(self.around.clock())
             self._forget_gone()
             try:
                 async with asyncio.timeout(self.replica.s.timing.heartbeat_seconds):
@@ -275,7 +271,7 @@ class Session:
                 self.around.transport.send(to, message)
             case ev.Note(kind, fields):
                 self.around.history(kind, fields)
-                self._observe_note(kind, fields)
+                self._teller.note(kind, fields)
             case ev.SaveDurable(durable):
                 await asyncio.to_thread(store.save_durable, durable)
             case ev.SaveHeld(held):
@@ -307,30 +303,6 @@ class Session:
             case ev.Halt(exit_code, reason):
                 self._finish(exit_code, reason)
 
-    def _observe_note(self, kind: str, fields: dict[str, Any]) -> None:
-        match kind:
-            case "discard":
-                self.around.observe(obs.RoundDiscarded(fields["round"], fields["attempt"], fields["reason"]))
-            case "blame":
-                text = f"{fields['peer_site']} sent {fields['reason']}: refused by rule, it is left out for a while"
-                self.around.observe(obs.Warned("refused_by_rule", text))
-            case "unproved":
-                self.around.observe(obs.Warned("unproved_claim", _unproved_in_words(fields)))
-            case "join":
-                self.around.observe(obs.PeerJoined(fields["peer_id"], fields["peer_site"]))
-            case "mismatch":
-                self.around.observe(obs.Warned("digest_mismatch", self._mismatch_in_words(fields)))
-            case "lost":
-                self.around.observe(obs.PeerLost(*(fields[name] for name in ("peer_id", "peer_site", "seconds", "left"))))
-
-    def _mismatch_in_words(self, fields: dict[str, Any]) -> str:
-        sites = ", ".join(sorted(self.around.membership.site_of(peer) for peer in fields["odd"]))
-        what = f"part {fields['part']} of the anchor" if fields["of"] == "anchor_part" else "anchor or outer momentum"
-        what += f" after round {fields['round']}"
-        if fields["tied"]:
-            return f"{sites}: they differ in {what}; each makes its own anew before it trains again"
-        return f"{sites}: another {what} than the most; made anew before it trains again"
-
     async def _append(self, update: Update) -> None:
         body = self.desk.body_of(update)
         await asyncio.to_thread(self.around.store.append, update, body)
@@ -345,7 +317,7 @@ class Session:
                 own = job.local.payload
             self.bench.drop()
         self.desk.committed(update)
-        self._score(update)
+        self._teller.committed(update)
         leader = self.around.membership.site_of(self.replica.leader)
         self.book.committed(update, self.replica.term, leader, state.tokens)
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
@@ -407,7 +379,7 @@ class Session:
     def _train(self, plan: Plan, reuse: bool) -> None:
         self.around.observe(obs.PlanAdopted(plan))
         if self._seen_plan is None:
-            self._say_who_differs(plan)
+            self._teller.first_plan(plan)
         self._seen_plan = plan
         self.book.plan_adopted(plan, self.around.clock())
         job, mine = self.bench.job, plan.of(self.profile.peer)
@@ -483,29 +455,8 @@ class Session:
             body_bytes=assembly.body_bytes,
         )
         self.desk.keep_assembly(assembly)
-        self._agreement = assembly.body_digest, assembly.agreement
+        self._teller.assembled(assembly)
         self._put(ev.Assembled(plan.digest, update))
-
-    def _score(self, update: Update) -> None:
-        """Who agreed with the update that was committed, as far as this peer saw the contributions."""
-        body, scores = self._agreement
-        if body != update.body or not scores:
-            return
-        site_of, book = self.around.membership.site_of, self._agreement_book
-        flagged = book.add({site_of(peer): score for peer, score in scores})
-        book.keep({site_of(peer) for peer in (*update.voters, *(c.peer for c in update.contributors))})
-        shares = {site: (s.with_update, s.with_others) for site, s in sorted(book.scores.items())}
-        self.around.observe(
-            obs.Agreed(update.round, {k: v[0] for k, v in shares.items()}, {k: v[1] for k, v in shares.items()})
-        )
-        for site, score in flagged.items():
-            self.around.observe(
-                obs.Warned(
-                    "disagrees",
-                    f"{site} sends signs that agree with the others' in {score.with_others:.1%} of all places (chance is 50%) "
-                    "while theirs agree more: its data or device may be at fault, or it lies",
-                )
-            )
 
     def _lost(self, plan: Plan, peers: tuple[PeerId, ...], why: str) -> None:
         sites = ", ".join(self.around.membership.site_of(peer) for peer in peers)
@@ -538,7 +489,7 @@ class Session:
         self.around.history("anchor", {"round": update.round, "digest": update.digest, "part": part, "hash": part_hash})
         self._put(ev.Hashed(update.round, "anchor_part", part_hash))
         self.book.folded(update, codec_seconds, self.around.clock())
-        self._show_links()
+        self._teller.links()
 
     def _made_anew(self, round: int, outcome: Made) -> None:
         self._remade = outcome
@@ -572,30 +523,6 @@ class Session:
     def _validated(self, round: int, nats: float, tokens: int) -> None:
         self.book.validated(round, nats, tokens)
         self._spawn(self._linger())
-
-    # ---------------------------------------------------------------- what observers are told
-
-    def _say_who_differs(self, plan: Plan) -> None:
-        """A run that goes on with other peers than those who had it says so."""
-        view, sites = self.replica.view, self.replica.s.sites
-        gone = sites(peer for peer in view if peer not in plan.peers)
-        if gone and plan.round > 1:
-            new = sites(peer for peer in plan.peers if peer not in view)
-            text = f"the run goes on without {gone}{' and with ' + new if new else ''}: what they had begun is read by others"
-            self.around.observe(obs.Warned("other_members", text))
-
-    def _show_members(self) -> None:
-        members = self.around.membership
-        sites = tuple(sorted([members.me.site, *(a.site for a in members.live(self.around.clock()))]))
-        leader = members.site_of(self.replica.leader) if self.replica.leader else ""
-        if (sites, leader) != self._seen_members:
-            self._seen_members = (sites, leader)
-            self.around.observe(obs.MembersChanged(sites, leader, self.replica.term.number))
-
-    def _show_links(self) -> None:
-        for link in self.around.links.links_from(self.profile.peer):
-            site = self.around.membership.site_of(link.target)
-            self.around.observe(obs.LinkMeasured(site, link.rtt_seconds, link.bytes_per_second))
 
     # ---------------------------------------------------------------- small things
 
@@ -639,22 +566,3 @@ class Session:
         """A bug: end, and let `run` raise it."""
         self.crash = error
         self._finish(1, f"{type(error).__name__}: {error}")
-
-    def _show_phase(self) -> None:
-        replica = self.replica
-        seen = obs.PhaseChanged(replica.phase, replica.round, replica.waiting_for, lacking=replica.lacking)
-        if seen != self._seen_phase:
-            self._seen_phase = seen
-            self.around.observe(seen)
-        leads = (self.replica.term, self.replica.leader)
-        if leads != self._seen_leader:
-            self._seen_leader = leads
-            site = self.around.membership.site_of(self.replica.leader) if self.replica.leader else ""
-            self.around.observe(obs.LeaderChanged(self.replica.term.number, site, self.replica.is_leader))
-
-
-def _unproved_in_words(fields: dict[str, Any]) -> str:
-    return (
-        f"{fields['peer_site']} claims round {fields['claimed']} and shows nothing that follows round {fields['round']} "
-        "of this peer's log: what it says of rounds is not believed until it does"
-    )
