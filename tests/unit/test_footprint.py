@@ -67,8 +67,8 @@ print(int(status["VmHWM"].split()[0]) * 1024)
     [
         ({"layers": 8, "hidden_size": 512, "intermediate_size": 1408}, {}, 1),
         ({"layers": 4}, {}, 64),
-        ({"layers": 4}, {"micro_batch": 4}, 64),
-        ({"layers": 4, "gradient_checkpointing": True}, {}, 64),
+        pytest.param({"layers": 4}, {"micro_batch": 4}, 64, marks=pytest.mark.long),
+        pytest.param({"layers": 4, "gradient_checkpointing": True}, {}, 64, marks=pytest.mark.long),
     ],
 )
 def test_the_estimate_of_memory_is_near_what_a_peer_takes(
