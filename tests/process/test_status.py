@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +105,8 @@ def test_nobody_at_the_address_is_exit_code_3_with_a_reason(mesh: Sites) -> None
 
 def test_watching_costs_the_run_nothing_and_ends_with_ctrl_c(mesh: Sites) -> None:
     asked = mesh["b"].address_file.read_text().strip()
-    command = [*GEOMESH, "status", asked, "--json", "--watch", "--join-secret-file", "secret"]
+    # Whoever runs the tests may ignore SIGINT, and so would its children.
+    command = ["env", "--default-signal=INT", *GEOMESH, "status", asked, "--json", "--watch", "--join-secret-file", "secret"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mesh.environment, cwd=mesh.folder) as watching:
         assert watching.stdout is not None
         rounds = [json.loads(watching.stdout.readline())["asked"]["round"] for _ in range(3)]
@@ -162,8 +161,3 @@ def test_a_run_that_is_stopped_ends_everywhere_after_the_same_round_and_goes_on_
     for site in mesh:
         site.start()
     mesh.together()
-
-
-def test_asking_does_not_load_torch() -> None:
-    code = "import geomesh_p2p.lab.status, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
