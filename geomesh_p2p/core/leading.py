@@ -62,6 +62,7 @@ class Leading:
         self.opened_at = self.finished_at = self.held_at = state.now
         self.act_at = state.now
         self.push_at = float("inf")
+        self.overtaken_at = float("inf")         # since when a quorum holds what this leader still exchanges
         self.benched: dict[PeerId, int] = {}     # left out until this round
         self.strikes: dict[PeerId, int] = {}
         self.abstained: dict[PeerId, float] = {}  # newcomers, which get no vote so: not counted as voters to be until then
@@ -258,7 +259,7 @@ class Leading:
         self.plan, self.stage = plan, "open"
         self.finished, self.closed = set(), set()
         if s.rules.on("newest_attempt"):
-            self.reports = {}
+            self.reports, self.overtaken_at = {}, float("inf")
         self.members_counted = s.view if s.rules.on("count_view") else plan.peers
         self.opened_at, self.waiting = s.now, ""
         self.finished_at = self.held_at = float("inf")
@@ -360,7 +361,7 @@ class Leading:
             if is_quorum(peers, self.members_counted):
                 if self._has_body(seal):
                     self.chosen = updates[seal]
-                else:
+                elif not self._may_still_assemble(updates[seal]):
                     self._fetch_reported()
                 return
         exchange_over = self.plan is None or s.me not in self.plan.peers or not self.member.exchanging
@@ -368,6 +369,14 @@ class Leading:
             self._fetch_reported()
         elif len(by_seal) > 1 and self.plan is not None:
             self._unequal(by_seal)
+
+    def _may_still_assemble(self, update: Update) -> bool:
+        """Whether this leader's own exchange is about to bring `update`, which a quorum holds already: as a rule the others are
+        only a moment ahead. To fetch it takes the links twice, so the exchange has as long again as was planned for it."""
+        if self.plan is None or not self.member.assembling(update):
+            return False
+        self.overtaken_at = min(self.overtaken_at, self.s.now)
+        return self.s.now < self.overtaken_at + self.plan.exchange_seconds + 2 * self.s.timing.retry_seconds
 
     def _has_body(self, seal: Digest) -> bool:
         held = self.s.held_next()
@@ -415,7 +424,8 @@ class Leading:
             self.strikes.pop(c.peer, None)
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
-        self.gather, self.previous, self.chosen, self.reports = False, None, None, {}
+        self.gather, self.previous, self.chosen = False, None, None
+        self.reports, self.overtaken_at = {}, float("inf")
         self.collect()
 
     # -------------------------------------------------------------- time

@@ -445,3 +445,58 @@ def test_claims_of_many_take_bounded_room() -> None:
     for number in range(3000):
         me.handle(ev.Received(f"stranger-{number}", m.Vote(False, T1, False, NO_TERM, "", 10**12, b"?" * 32, None)), 1.0)
     assert len(me.behind.claims) <= 1024
+
+
+def exchanging_leader() -> tuple[Replica, Plan, float]:
+    """The leader of a round that all three have finished: their bytes are under way."""
+    leader = replica("a")
+    elect(leader)
+    now, actions = 21.0, list[ev.Action]()
+    while not of_kind(actions, ev.NeedPlan):
+        now += 0.5
+        for peer in "bc":
+            leader.handle(beat(peer, leader.term), now)
+        actions = leader.handle(ev.Tick(), now)
+    p = replace(plan(leader.term), exchange_seconds=30.0)
+    leader.handle(ev.Planned(p), now)
+    leader.handle(ev.Trained(p.digest, contribution(p, "a"), 4.0), now)
+    for peer in "bc":
+        leader.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), now)
+    return leader, p, now
+
+
+def held_by_the_others(leader: Replica, p: Plan, now: float) -> list[ev.Action]:
+    for peer in "bc":
+        leader.handle(beat(peer, leader.term, leader="a", phase="exchange"), now)
+    reports = [ev.Received(peer, m.HeldReport(4, p.term, 1, p.digest, update(p))) for peer in "bc"]
+    return [action for report in reports for action in leader.handle(report, now)]
+
+
+def test_a_leader_whose_exchange_ends_a_moment_after_the_others_fetches_nothing() -> None:
+    """The whole update once more over links that are just being used would make the next exchange late, and so on."""
+    leader, p, now = exchanging_leader()
+    assert not of_kind(held_by_the_others(leader, p, now + 30.0), ev.FetchHeld)
+    assert not of_kind(leader.handle(ev.Tick(), now + 31.0), ev.FetchHeld)
+    done = leader.handle(ev.Assembled(p.digest, update(p)), now + 31.5)
+    assert of_kind(done, ev.AppendCommit), "it commits at once with its own bytes"
+    assert not of_kind(done, ev.FetchHeld)
+
+
+def test_a_leader_whose_exchange_does_not_end_fetches_what_the_others_hold() -> None:
+    leader, p, now = exchanging_leader()
+    held_by_the_others(leader, p, now + 30.0)
+    begun, fetches = now + 30.0, list[ev.FetchHeld]()
+    now = begun
+    while not fetches and now < begun + 100.0:
+        now += 0.5
+        for peer in "bc":
+            leader.handle(beat(peer, leader.term, leader="a", phase="exchange"), now)
+        fetches = of_kind(leader.handle(ev.Tick(), now), ev.FetchHeld)
+    assert 30.0 <= now - begun <= 35.0, "as long again as was planned for the exchange"
+    assert fetches[0].held.update == update(p)
+
+
+def test_a_leader_that_has_lost_its_exchange_fetches_at_once() -> None:
+    leader, p, now = exchanging_leader()
+    held_by_the_others(leader, p, now + 30.0)
+    assert of_kind(leader.handle(ev.ExchangeLost(p.digest, ("c",)), now + 30.5), ev.FetchHeld)
