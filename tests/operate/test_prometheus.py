@@ -36,7 +36,7 @@ def metrics_port(site: Site) -> str:
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     """Three peers that train, and one that joined them later."""
     mesh = Sites(tmp_path_factory.mktemp("mesh"), ["a", "b", "c"], rounds=100_000, command=LIGHT)
-    mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.3"}
+    mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.3", "LIGHT_PARAMETERS": "1000000"}  # enough to measure rates by
     try:
         mesh.start()
         mesh.together()
@@ -56,8 +56,11 @@ def prometheus(mesh: Sites, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_every_peer_is_up(mesh: Sites, prometheus: Prometheus) -> None:
-    up = {sample["metric"]["instance"]: sample["value"][1] for sample in prometheus.query("up")}
-    assert up == {f"127.0.0.1:{metrics_port(site)}": "1" for site in mesh}
+    def up() -> dict[str, str]:
+        return {sample["metric"]["instance"]: sample["value"][1] for sample in prometheus.query("up")}
+
+    wanted = {f"127.0.0.1:{metrics_port(site)}": "1" for site in mesh}
+    until(lambda: up() == wanted, f"{wanted}: {up()}", 60.0)
 
 
 def filled_in(expression: str, site: str) -> str:
@@ -72,9 +75,12 @@ def test_every_query_of_every_panel_has_data(where: str, prometheus: Prometheus)
     if NEEDS_A_GPU in expression:
         prometheus.query(expression)  # only whether it is one
         return
-    series = until(lambda: prometheus.series(expression, 20), f"data for {expression}", 60.0)
-    values = [float(value) for one in series for _, value in one["values"]]
-    assert any(math.isfinite(value) for value in values), expression
+
+    def has_data() -> bool:
+        """A share of nothing is NaN, until the window has a round in it."""
+        return any(math.isfinite(float(value)) for one in prometheus.series(expression, 20) for _, value in one["values"])
+
+    until(has_data, f"data for {expression}", 60.0)
 
 
 def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
