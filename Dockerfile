@@ -13,7 +13,7 @@ RUN /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt "$TORCH_SP
 # What the package needs, before its own code: a change of the code installs nothing of this again.
 COPY pyproject.toml README.md LICENSE ./
 RUN mkdir geomesh_p2p && touch geomesh_p2p/__init__.py && \
-    /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt ".[gpu]"
+    /opt/geomesh/bin/pip install --constraint /wheels/constraints.txt ".[gpu]" && rm -rf build geomesh_p2p *.egg-info
 COPY geomesh_p2p geomesh_p2p
 RUN /opt/geomesh/bin/pip install --no-deps --force-reinstall .
 
