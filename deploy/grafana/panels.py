@@ -14,14 +14,15 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, DataTransformerConfig, DynamicConfigValue, Threshold
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
+from geomesh_p2p.core.observations import PHASES as ACTIVITIES
+
 SOURCE = DataSourceRef("prometheus", "prometheus")
 SCHEMA_VERSION = 40                       # of Grafana 11.4
 GOOD, WARN, BAD, PLAIN = "green", "orange", "red", "text"
 
 PHASES = ("compute", "data_wait", "codec", "straggler_idle", "wan_idle", "control")
 COLORS = dict(zip(PHASES, ("green", "yellow", "blue", "red", "purple", "orange"), strict=True))
-ACTIVITIES = ("starting", "joining", "idle", "planning", "training", "straggler_idle", "exchange", "commit", "catch_up",
-              "saving", "validating", "leaving")  # fmt: skip
+
 
 
 @dataclass(frozen=True)

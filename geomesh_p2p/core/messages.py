@@ -198,13 +198,10 @@ class Fetched:
     hint: int
 
 
-ORDERS = ("drain", "stop")
-
-
 @dataclass(frozen=True)
 class Order:
-    """What whoever may join can tell a run: `verb` is one of ORDERS; `drain` is for `site` alone. `proof` as in a Hello. A peer
-    passes it on once, in its own name. Answered by a Fetched whose header says in words what was done, or why not."""
+    """What whoever may join can tell a run: `verb` is `stop`, or `drain`, which is for `site` alone. `proof` as in a Hello. A
+    peer passes it on once, in its own name. Answered by a Fetched whose header says in words what was done, or why not."""
 
     verb: str
     site: str

@@ -103,11 +103,11 @@ class Teller:
         if seen != self._seen_phase:
             self._seen_phase = seen
             self._observe(seen)
-        leads = (self._replica.term, self._replica.leader)
+        leads = (replica.term, replica.leader)
         if leads != self._seen_leader:
             self._seen_leader = leads
-            site = self._membership.site_of(self._replica.leader) if self._replica.leader else ""
-            self._observe(obs.LeaderChanged(self._replica.term.number, site, self._replica.is_leader))
+            site = self._membership.site_of(replica.leader) if replica.leader else ""
+            self._observe(obs.LeaderChanged(replica.term.number, site, replica.is_leader))
 
 
 def _unproved_in_words(fields: dict[str, Any]) -> str:

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.process.sites import until
 
 ROOT = Path(__file__).parents[2]
 BASE = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
@@ -40,10 +41,7 @@ def engine() -> None:
         return
     with (Path(tempfile.gettempdir()) / "geomesh-dockerd.log").open("ab") as log:
         subprocess.Popen(["dockerd"], stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + ENGINE_SECONDS
-    while not answers():
-        assert time.monotonic() < deadline, f"dockerd does not answer: {log.name}"
-        time.sleep(0.5)
+    until(answers, f"dockerd to answer: {log.name}", ENGINE_SECONDS)
 
 
 def answers() -> bool:

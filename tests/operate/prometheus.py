@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tests.injection.ports import free_port
+from tests.process.sites import until
 
 SHIPPED = Path(__file__).parents[2] / "deploy/prometheus"
 START_SECONDS = 60.0
@@ -40,11 +41,8 @@ class Prometheus:
         log = (self._folder / "prometheus.log").open("wb")
         self._process = subprocess.Popen(command, stdout=log, stderr=log)
         log.close()
-        deadline = time.monotonic() + START_SECONDS
-        while not self._is_ready():
-            assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
-            assert time.monotonic() < deadline, "Prometheus is not ready"
-            time.sleep(0.1)
+        until(lambda: self._is_ready() or self._process.poll() is not None, "Prometheus to be ready", START_SECONDS)
+        assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,7 @@ def test_the_image_is_small_and_its_peer_is_not_root(compose: Compose) -> None:
     inspected = json.loads(run("docker", "image", "inspect", "geomesh"))[0]
     assert inspected["Size"] < 2.2e9
     assert compose("exec", "-T", "a100", "id", "-u").strip() == "10001"
-    look = "for tool in gcc cc make git; do command -v $tool; done; ls -d /root/.cache/pip /wheels /src 2>/dev/null; true"
+    look = "for tool in gcc cc make git; do command -v $tool; done; ls -d ~root/.cache/pip /wheels /src 2>/dev/null; true"
     assert compose("exec", "-T", "a100", "sh", "-c", look) == "", "no compiler, no cache, no source is left"
 
 
