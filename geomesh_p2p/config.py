@@ -210,6 +210,9 @@ class SaveSection(Section):
     """Newest snapshots kept on disk."""
     keep_updates: PositiveInt = 50
     """Updates kept on disk behind the newest snapshot, for those who catch up."""
+    keep_bytes: PositiveInt | None = None
+    """Most bytes of snapshots and updates together in a peer's folder: beyond it the oldest go, but for two snapshots and the
+    updates after them; None: no limit but the counts."""
 
 
 class MetricsSection(Section):

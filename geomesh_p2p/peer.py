@@ -216,7 +216,7 @@ class Peer:
         if not was_in:
             self._tell_others_way_in(transport.addresses()[0])
 
-        snapshots = Snapshots(self.folder, self.run.save.keep_snapshots)
+        snapshots = Snapshots(self.folder, self.run.save.keep_snapshots, self.run.save.keep_bytes)
         settings = (engine.layout, self.run.codec, self.run.outer)
         resumed = await asyncio.to_thread(resume, store, snapshots, engine, founding, settings)
         for warning in resumed.warnings:

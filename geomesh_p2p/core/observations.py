@@ -220,6 +220,15 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Bytes on disk after a save, and the most that snapshots and log together grow to."""
+
+    snapshot_bytes: int
+    update_bytes: int
+    fullest_bytes: int
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something a person should know; `reason` is from a fixed list (it becomes a label), `text` says it in words."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,6 +14,7 @@ from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Chunk, Fetched, Message, Request
+from geomesh_p2p.core.retention import Retained
 from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
 
 Vector = npt.NDArray[np.float32]
@@ -133,6 +134,10 @@ class Store(Protocol):
         """Rounds whose updates are on disk (contiguous)."""
         ...
 
+    def sizes(self) -> dict[int, int]:
+        """Bytes on disk of each update, by round, ascending."""
+        ...
+
     def prune(self, first_kept: int) -> None:
         """Delete the updates of rounds before `first_kept`."""
         ...
@@ -185,6 +190,14 @@ class SnapshotStore(Protocol):
     ) -> SnapshotManifest: ...
 
     def rounds(self) -> list[int]: ...
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes on disk by round, ascending."""
+        ...
+
+    def prune(self, updates: Mapping[int, int]) -> Retained:
+        """Delete those for which, beside `updates` (bytes by round), there is no room."""
+        ...
 
     def manifest(self, round: int) -> SnapshotManifest:
         """Raises LookupError if there is none of `round`."""

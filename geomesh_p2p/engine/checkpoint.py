@@ -162,6 +162,10 @@ class DiskStore:
         names = (_NAME.fullmatch(path.name) for path in self._log.iterdir())
         return {int(name[1]) for name in names if name}
 
+    def sizes(self) -> dict[int, int]:
+        """Bytes on disk of each update, by round, ascending."""
+        return {round: self._path(round).stat().st_size for round in sorted(self._present())}
+
     def newest_ever(self) -> int:
         """The newest round whose update was once here, sound or not; 0 if there was none."""
         names = (_HAD.fullmatch(path.name) for path in self._log.iterdir())

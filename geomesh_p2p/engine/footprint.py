@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geomesh_p2p.config import CodecSection, ModelSection, RunConfig, SiteConfig
+from geomesh_p2p.core.retention import above_limit, fullest
+from geomesh_p2p.jsonlines import PART_BYTES
 
 RUNTIME_BYTES = 480 * 10**6
 """A peer without a model: interpreter, torch on a CPU, transformers, hivemind, the libp2p daemon."""
@@ -27,6 +29,8 @@ CUDA_CONTEXT_BYTES = 600 * 10**6
 """And in the GPU's."""
 PACKED_TEXT = 4
 """Bytes of text in a byte of .gz or .zst."""
+NOTES_A_MEMBER_BYTES, NOTES_PACKED = 2500, 7
+"""Of metrics.jsonl and history.jsonl together, in a round; and how many times smaller a packed part is, at least."""
 PAYLOAD_BITS = {"sign": 1, "int8": 8, "fp16": 16, "fp32": 32}
 
 
@@ -132,20 +136,40 @@ def payload_bytes(codec: CodecSection, parameters: int) -> int:
     return -(-parameters * PAYLOAD_BITS[codec.payload] // 8)
 
 
-def disk_parts(run: RunConfig, parameters: int, peers: int) -> list[Part]:
-    """The most that a peer's folder grows to: snapshots (one more while it is written), updates, the held record."""
+def _kept_sizes(run: RunConfig, parameters: int, peers: int) -> tuple[int, int]:
+    """Bytes of (a snapshot, an update)."""
     copy = 4 * parameters
     moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
-    snapshot = 2 * copy + moments + (copy if run.codec.residual else 0)
-    kept = run.save.keep_updates + run.save.keep_snapshots * run.save.snapshot_every_rounds
-    update = peers * payload_bytes(run.codec, parameters)
-    number = run.save.keep_snapshots + 1
+    return 2 * copy + moments + (copy if run.codec.residual else 0), peers * payload_bytes(run.codec, parameters)
+
+
+def disk_parts(run: RunConfig, parameters: int, peers: int) -> list[Part]:
+    """The most that a peer's folder grows to: snapshots (one more while it is written), updates, the held record, notes."""
+    snapshot, update = _kept_sizes(run, parameters, peers)
+    most = fullest(run.save, snapshot, update)
+    more = most.number - 1
+    parts = [Part(f"{more} more snapshots", more * snapshot), Part(f"{most.updates} updates", most.updates * update)]
+    if (rest := most.size_bytes - snapshot) < sum(part.size_bytes for part in parts):
+        parts = [Part("more snapshots and updates, by save.keep_bytes", rest)]
     return [
         Part("one snapshot", snapshot, certain=True),
-        Part(f"{number - 1} more snapshots", (number - 1) * snapshot),
-        Part(f"{kept} updates", kept * update),
+        *parts,
         Part("a held record", update),
+        Part(f"notes of {run.run.rounds:,} rounds", notes_bytes(run.run.rounds, peers)),
     ]
+
+
+def notes_bytes(rounds: int, members: int) -> int:
+    """What metrics.jsonl and history.jsonl take after so many rounds: the newest part of each as it is, the rest packed."""
+    written = rounds * members * NOTES_A_MEMBER_BYTES
+    plain = min(written, 2 * PART_BYTES)
+    return plain + (written - plain) // NOTES_PACKED
+
+
+def keep_bytes_fault(run: RunConfig, parameters: int, peers: int) -> str:
+    """Why save.keep_bytes cannot be held to; "" if it can, or is not set."""
+    least, limit = fullest(run.save, *_kept_sizes(run, parameters, peers)).least_bytes, run.save.keep_bytes
+    return above_limit(limit, least) if limit is not None and limit < least else ""
 
 
 def corpus_bytes(paths: Sequence[str], bytes_a_token: int, tokens_a_byte: float) -> int:

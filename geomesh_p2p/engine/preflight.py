@@ -18,6 +18,7 @@ import psutil
 
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.findings import Finding, fatal, ok, refused, warning
+from geomesh_p2p.core.retention import RAISE_LIMIT
 from geomesh_p2p.engine import footprint
 from geomesh_p2p.engine.data import corpus_of
 from geomesh_p2p.engine.documents import documents, files
@@ -66,6 +67,8 @@ def check_host(run: RunConfig, site: SiteConfig, folder: Path, peers: int) -> li
         if cuda and gpu_room is not None:
             found.append(memory("GPU memory", [part for part in parts if part.on_device], gpu_room))
         found.append(disk(folder, footprint.disk_parts(run, shape.parameters, peers)))
+        if fault := footprint.keep_bytes_fault(run, shape.parameters, peers):
+            found.append(warning("save.keep_bytes", fault, RAISE_LIMIT))
     found.append(own_folder(folder))
     return found
 
@@ -173,7 +176,8 @@ def disk(folder: Path, parts: Iterable[Part], free_bytes: int | None = None) -> 
     room = free_bytes + had
     need, certain = sum(part.size_bytes for part in parts), sum(part.size_bytes for part in parts if part.certain)
     text = f"{folder} grows to {need / MB:,.0f} MB ({_listed(parts)}), {room / MB:,.0f} MB are free there or used by it"
-    advice = "free some space, or lower save.keep_snapshots or save.keep_updates, or set run.folder elsewhere"
+    less = "lower save.keep_snapshots or save.keep_updates, or set save.keep_bytes"
+    advice = f"free some space, or {less}, or set run.folder elsewhere"
     if certain > room:
         return fatal("disk", text, advice, TEMPORARY)
     if need > room:

@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from geomesh_p2p.core.canonical import Digest, digest, digest_bytes, pack, unpack
 from geomesh_p2p.core.log import LogState
+from geomesh_p2p.core.retention import Retained, retained
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.engine.files import PARTIAL, damaged, require_space, sync_folder, write_synced
 from geomesh_p2p.errors import DataError
@@ -97,13 +98,13 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots in one peer's folder; the newest `keep` are kept, and one more while a joiner reads it. A new one gets
-    its name, and an old one goes, only once the new one has been read back and checked. Reading changes nothing; who writes
-    must have the folder to itself."""
+    """The snapshots in one peer's folder; the newest `keep` are kept, and one more while a joiner reads it; fewer where they
+    and the log would take more than `keep_bytes`. A new one gets its name, and an old one goes, only once the new one has been
+    read back and checked. Reading changes nothing; who writes must have the folder to itself."""
 
-    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+    def __init__(self, folder: Path | str, keep: int = 2, keep_bytes: int | None = None) -> None:
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.keep_bytes = keep, keep_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._described: dict[int, tuple[int, Manifest]] = {}
         self._read_at: dict[int, float] = {}  # when a joiner last asked for a piece of it
@@ -120,6 +121,10 @@ class Snapshots:
         """Rounds with a snapshot, ascending."""
         names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes on disk by round, ascending."""
+        return {round: sum(file.stat().st_size for file in self.path(round).iterdir()) for round in self.rounds()}
 
     def path(self, round: int) -> Path:
         return self.folder / f"snapshot-{round}"
@@ -177,12 +182,24 @@ class Snapshots:
         surplus = older[: max(0, len(older) - (self.keep - 1))]
         wanted = max(surplus, key=lambda round: self._read_at.get(round, 0.0), default=0)
         for round in surplus:
-            if round != wanted or time.monotonic() > self._read_at.get(round, 0.0) + IN_USE_SECONDS:
-                self._read_at.pop(round, None)
-                self._discard(self.path(round))
+            if round != wanted or not self._in_use(round):
+                self.drop(round)
+
+    def _in_use(self, round: int) -> bool:
+        return time.monotonic() <= self._read_at.get(round, float("-inf")) + IN_USE_SECONDS
+
+    def prune(self, updates: Mapping[int, int]) -> Retained:
+        """Deletes those for which, beside `updates` (bytes by round), there is no room within `keep_bytes`; says what stays, of
+        the updates too. Raises OSError."""
+        sizes = self.sizes()
+        left = retained(sizes, updates, self.keep_bytes, [round for round in sizes if self._in_use(round)])
+        for round in left.going:
+            self.drop(round)
+        return left
 
     def drop(self, round: int) -> None:
         """Deletes the snapshot of `round`, if there is one. Raises OSError."""
+        self._read_at.pop(round, None)
         self._discard(self.path(round))
 
     def _discard(self, path: Path) -> None:

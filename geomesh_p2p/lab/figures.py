@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from geomesh_p2p.jsonlines import read_lines
 
 PARTS = ("compute", "data_wait", "straggler_idle", "wan_idle", "codec", "control")
 Line = dict[str, Any]
@@ -209,17 +212,14 @@ def read_peer(folder: Path, site: str) -> PeerRecord:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # half a line of a killed peer
-        if isinstance(value, dict):
-            yield value
+    with suppress(OSError):
+        for line in read_lines(path):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # half a line of a killed peer
+            if isinstance(value, dict):
+                yield value
 
 
 def _json(path: Path) -> dict[str, Any]:

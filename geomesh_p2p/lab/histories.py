@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from geomesh_p2p.jsonlines import read_lines
+
 HISTORY_FILE = "history.jsonl"
 
 # Fields without which a line of that kind cannot be checked.
@@ -38,7 +40,7 @@ TermPair = tuple[int, str]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a history; `number` counts from 1 in its file."""
+    """One line of a history; `number` counts from 1 in its file, earlier parts included."""
 
     number: int
     kind: str
@@ -106,12 +108,11 @@ def read_histories(folders: Iterable[str | Path]) -> Reading:
     """The histories below the folders, one for each (run, peer id) of each file."""
     reading = Reading()
     for path in find_history_files(folders):
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        add_lines(reading, str(path), texts, _sequence_length(path.parent / "config.json"))
+        add_lines(reading, str(path), read_lines(path), _sequence_length(path.parent / "config.json"))
     return reading
 
 
-def add_lines(reading: Reading, name: str, texts: list[str], sequence_length: int | None = None) -> None:
+def add_lines(reading: Reading, name: str, texts: Iterable[str], sequence_length: int | None = None) -> None:
     """Parse the lines of one file into `reading`; `name` is used in messages."""
     here: dict[tuple[str, str], History] = {}
     damaged_at: int | None = None

@@ -45,6 +45,7 @@ from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSe
 from geomesh_p2p.swarm.fetching import Fetcher
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Membership
+from geomesh_p2p.swarm.retaining import Retaining
 from geomesh_p2p.swarm.rounds import RoundBook
 from geomesh_p2p.swarm.telling import Teller
 from geomesh_p2p.swarm.work import Bench, Job, Listeners
@@ -104,6 +105,7 @@ class Session:
         self.donor = Donor(around.store, around.snapshots, view, clock=around.clock, on_given=self._gave)
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
+        self._retaining = Retaining(around.store, around.snapshots, planning.save, around.observe)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._began = around.clock()
@@ -360,9 +362,7 @@ class Session:
             else:
                 self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, manifest.size_bytes))
                 loop.call_soon_threadsafe(self._put, ev.Hashed(state.round, "state", manifest.content))
-                # Whoever catches up, and this peer if its newest snapshot is damaged, needs the updates since.
-                oldest = min(self.around.snapshots.rounds())
-                self.around.store.prune(min(oldest, state.round - self.planning.save.keep_updates) + 1)
+                self._retaining.saved(state.round)
 
         self.bench.put(SaveState(state.round, write))
 

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.events import DISCARD_REASONS
 from geomesh_p2p.core.messages import FETCHED
+from geomesh_p2p.core.retention import DiskForecast, DiskSample
 from geomesh_p2p.core.types import Plan
 from geomesh_p2p.telemetry.gpus import GpuCollector
 
@@ -74,6 +75,8 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "checkpoint_bytes": (Gauge, (), "Size of the last save"),
     "checkpoint_round": (Gauge, (), "Round of the last save"),
     "disk_free_bytes": (Gauge, (), "Bytes free where this peer's run folder is"),
+    "disk_full_seconds": (Gauge, (), "Until that disk is full at its present growth (+Inf: it does not fill, NaN: unknown)"),
+    "kept_bytes": (Gauge, ("what",), "On disk after the last save: snapshots, updates (the round log)"),
     "checkpoint_age_seconds": (Gauge, (), "Time since the last save (NaN before the first)"),
     "warnings": (Counter, ("reason",), "Warnings"),
 }
@@ -112,10 +115,11 @@ class Metrics:
         self._plan: Plan | None = None
         self._saved_at: float | None = None
         self._committed_at: float | None = None
+        self._folder, self._disk = folder, DiskForecast()
         self.phase = seen.PhaseChanged("starting", 0)
-        self._begin(outer_learning_rate, round_goal, folder)
+        self._begin(outer_learning_rate, round_goal)
 
-    def _begin(self, outer_learning_rate: float, round_goal: int, folder: Path) -> None:
+    def _begin(self, outer_learning_rate: float, round_goal: int) -> None:
         """Series whose labels are known from the start exist from the start, at zero."""
         for name, (_, labels, _) in TABLE.items():
             if not labels and name not in FROM_THE_LOG:
@@ -133,7 +137,8 @@ class Metrics:
         self._of("round_goal").set(round_goal)
         self._of("checkpoint_age_seconds").set_function(lambda: self._since(self._saved_at))
         self._of("round_age_seconds").set_function(lambda: self._since(self._committed_at))
-        self._of("disk_free_bytes").set_function(lambda: free_bytes(folder))
+        self._of("disk_free_bytes").set_function(lambda: free_bytes(self._folder))
+        self._of("disk_full_seconds").set(math.nan)
 
     def _since(self, moment: float | None) -> float:
         return math.nan if moment is None else self._clock() - moment
@@ -210,6 +215,8 @@ class Metrics:
                 self._of("checkpoint_bytes").set(event.bytes)
                 self._of("checkpoint_round").set(event.round)
                 self._saved_at = self._clock()
+            case seen.Kept():
+                self._kept(event)
             case seen.Warned():
                 self._warn(event.reason)
 
@@ -257,6 +264,14 @@ class Metrics:
                 if remote not in self._gone:
                     self._remotes.add(remote)
                     self._of(name, direction=direction, remote=remote).inc(count)
+
+    def _kept(self, event: seen.Kept) -> None:
+        for what, size in (("snapshots", event.snapshot_bytes), ("updates", event.update_bytes)):
+            self._of("kept_bytes", what=what).set(size)
+        kept, free = event.snapshot_bytes + event.update_bytes, free_bytes(self._folder)
+        if not math.isnan(free):
+            self._disk.add(DiskSample(self._clock(), free, kept, event.fullest_bytes))
+            self._of("disk_full_seconds").set(self._disk.full_in_seconds())
 
     def _warn(self, reason: str) -> None:
         if reason == DIGEST_MISMATCH:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Range, Term
 from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.jsonlines import JsonLines
 from geomesh_p2p.telemetry.status import StatusLine
 
 log = logging.getLogger("geomesh")
@@ -58,46 +56,6 @@ def jsonable(value: Any) -> Any:
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value
-
-
-class JsonLines:
-    """Appends JSON lines, each with one write, so that a line is there as a whole or not at all. A torn last line (the machine
-    lost power) is cut off when the file is opened. Raises TemporaryError when the disk refuses."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with self._told():
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            self._cut_torn_line()
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        with self._told():
-            while data:
-                data = data[os.write(self._file, data) :]
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _cut_torn_line(self) -> None:
-        end = size = os.fstat(self._file).st_size
-        while end > 0:
-            start = max(0, end - 65536)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(self._file, end)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            text = f"{self.path}: cannot be written: {error.strerror}: mend that (free space, rights) and start again"
-            raise TemporaryError(text) from error
 
 
 class HistoryWriter:

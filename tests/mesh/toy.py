@@ -137,7 +137,7 @@ class ToyPeer:
         return DiskStore(self.folder / self.name)
 
     def make_snapshots(self) -> Any:
-        return Snapshots(self.folder / self.name, 2)
+        return Snapshots(self.folder / self.name, self.run.save.keep_snapshots, self.run.save.keep_bytes)
 
     def make_engine(self) -> Any:
         return ToyEngine(self.seconds_per_sequence, time.sleep, self.layout.parameters)

@@ -33,6 +33,7 @@ WELL = {
     'geomesh_checkpoint_bytes{site="a"}': f"1000000000x{MINUTES}",
     'geomesh_abstentions_total{site="a"}': f"0x{MINUTES}",
     'geomesh_disk_free_bytes{site="a"}': f"100000000000x{MINUTES}",
+    'geomesh_disk_full_seconds{site="a"}': " ".join(["Inf"] * MINUTES),
 }
 
 #: What goes wrong after half an hour, by alert.
@@ -49,7 +50,7 @@ CAUSES = {
     "GeoMeshAbstentions": {'geomesh_abstentions_total{site="a"}': "0x75 0+1x15"},
     "GeoMeshDiskLow": {'geomesh_disk_free_bytes{site="a"}': "100000000000x30 2500000000x60"},
 }
-FULL_IN_A_DAY = {'geomesh_disk_free_bytes{site="a"}': f"100000000000-100000000x{MINUTES}"}
+FULL_IN_A_DAY = {'geomesh_disk_full_seconds{site="a"}': f"NaN NaN NaN 80000x{MINUTES}"}
 
 
 def firing(folder: Path, series: dict[str, str], expected: dict[str, int]) -> str:
@@ -81,6 +82,11 @@ def test_each_fires_when_its_cause_is_there_and_no_other(alert: str, tmp_path: P
 
 def test_a_disk_that_will_be_full_within_a_day_is_told_before_it_is(tmp_path: Path) -> None:
     assert firing(tmp_path, WELL | FULL_IN_A_DAY, {"GeoMeshDiskLow": 1}) == ""
+
+
+def test_a_disk_that_fills_up_to_the_limits_of_what_is_kept_and_no_further_is_no_alarm(tmp_path: Path) -> None:
+    filling = {'geomesh_disk_free_bytes{site="a"}': f"100000000000-100000000x{MINUTES}"}
+    assert firing(tmp_path, WELL | filling, {"GeoMeshDiskLow": 0}) == ""
 
 
 def test_the_end_of_a_run_is_no_alarm(tmp_path: Path) -> None:

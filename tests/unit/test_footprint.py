@@ -165,7 +165,7 @@ def test_disk_for_snapshots_and_updates_is_counted_with_what_the_folder_has(tmp_
     parts = footprint.disk_parts(run, 10**6, 8)
     assert parts[0] == Part("one snapshot", 16 * 10**6, certain=True)
     need = sum(part.size_bytes for part in parts)
-    assert need == 3 * 16 * 10**6 + (50 + 2 * 5 + 1) * 8 * 125_000
+    assert need == 3 * 16 * 10**6 + (50 + 2 * 5 + 1) * 8 * 125_000 + footprint.notes_bytes(run.run.rounds, 8)
 
     def level(free: int) -> Finding:
         return preflight.disk(folder, parts, free)

@@ -26,13 +26,15 @@ from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.errors import ConfigError, TemporaryError
+from geomesh_p2p.jsonlines import JsonLines
 from geomesh_p2p.lab.figures import Credits, perplexity_before, summarise_round
 from geomesh_p2p.lab.table import SiteView, round_line
 from geomesh_p2p.telemetry import log as logs
+from geomesh_p2p.telemetry import metrics as metrics_module
 from geomesh_p2p.telemetry.control import TOLD
 from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, free_bytes, what_changed
 from geomesh_p2p.telemetry.metrics_server import RENDER_SECONDS, MetricsServer, Page
-from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, JsonLines, MetricsFile, describe, jsonable
+from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, MetricsFile, describe, jsonable
 from tests.injection.proof import fired, inject, injecting
 
 MEMBER = Assignment("QmA", "north", 8, inner_steps=4, last_batch=8, ranges=(Range(0, 32),), lr_scale=1.0, finish_seconds=2.0)
@@ -311,6 +313,20 @@ def test_what_a_dashboard_needs_of_time_and_disk(tmp_path: Path) -> None:
     assert value(metrics, "exchange_seconds") == pytest.approx(0.35)
     assert value(metrics, "exchange_planned_seconds") == 0.5
     assert math.isnan(free_bytes(tmp_path / "gone"))
+
+
+def test_the_disk_is_foretold_from_what_was_free_after_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, free = FakeClock(), [10e9]
+    monkeypatch.setattr(metrics_module, "free_bytes", lambda folder: free[0])
+    metrics = Metrics("north", 0.7, clock=clock, folder=tmp_path)
+    assert math.isnan(value(metrics, "disk_full_seconds") or 0.0)
+    for _ in range(60):
+        metrics(seen.Kept(1000, 200, 1200))
+        clock.now += 60.0
+        free[0] -= 60e6
+    assert value(metrics, "disk_full_seconds") == pytest.approx(6.46e9 / 1e6, rel=0.01)
+    assert value(metrics, "kept_bytes", what="snapshots") == 1000
+    assert value(metrics, "kept_bytes", what="updates") == 200
 
 
 def test_a_host_that_is_not_this_one_is_refused() -> None:
