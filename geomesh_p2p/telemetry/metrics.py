@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 
 from geomesh_p2p.core import observations as seen
 from geomesh_p2p.core.events import DISCARD_REASONS
@@ -80,6 +80,7 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "checkpoint_age_seconds": (Gauge, (), "Time since the last save (NaN before the first)"),
     "warnings": (Counter, ("reason",), "Warnings"),
 }
+disable_created_metrics()  # when each counter was made: a third of the page, and nobody asks for it
 TIMED_PHASES = ("compute", "data_wait", "straggler_idle", "wan_idle", "codec", "control")
 REPLAN_REASONS = ("attempt", "members", "topology", "batch", "steps")
 DIGEST_MISMATCH = "digest_mismatch"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.telemetry.exposition import Exposition
 from geomesh_p2p.telemetry.metrics import Metrics
 
 RENDER_SECONDS = 1.0
+MOST_CONNECTIONS = 128
 
 
 class Page:
@@ -25,24 +30,53 @@ class Page:
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
+        self._exposition = Exposition()
         self._lock = threading.Lock()
         self._text, self._at = b"", float("-inf")
 
     def text(self) -> bytes:
         with self._lock:
             if self._clock() - self._at >= RENDER_SECONDS:
-                self._text, self._at = generate_latest(self._registry), self._clock()
+                self._text, self._at = self._exposition.text(self._registry.collect()), self._clock()
             return self._text
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread a connection, and MOST_CONNECTIONS at one time: a further one takes the place of the oldest."""
+
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
     metrics: Metrics
     page: Page
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[Any, None] = {}                          # connections, the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)                               # without HTTPServer's look-up of the host's name
         self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)             # its thread reads the end, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is nothing that a peer's log should tell of."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

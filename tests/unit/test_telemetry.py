@@ -33,7 +33,7 @@ from geomesh_p2p.telemetry import log as logs
 from geomesh_p2p.telemetry import metrics as metrics_module
 from geomesh_p2p.telemetry.control import TOLD
 from geomesh_p2p.telemetry.metrics import MAX_REASONS, TABLE, TIMED_PHASES, Metrics, free_bytes, what_changed
-from geomesh_p2p.telemetry.metrics_server import RENDER_SECONDS, MetricsServer, Page
+from geomesh_p2p.telemetry.metrics_server import MetricsServer
 from geomesh_p2p.telemetry.sinks import ConsoleReporter, HistoryWriter, MetricsFile, describe, jsonable
 from tests.injection.proof import fired, inject, injecting
 
@@ -279,25 +279,6 @@ def test_a_port_that_is_taken_is_named_and_another_one_serves() -> None:
             server.close()
 
 
-def test_however_many_ask_the_page_is_rendered_once_a_second_and_outside_of_training(server: MetricsServer) -> None:
-    """Twenty clients a second, for three seconds of the page's clock."""
-    rendered: list[str] = []
-
-    class Watched(CollectorRegistry):
-        def collect(self) -> Iterator[Any]:
-            rendered.append(threading.current_thread().name)
-            return super().collect()
-
-    clock = FakeClock()
-    server._server.page = Page(Watched(), clock)
-    rendered.clear()  # making the registry asks it once
-    for _ in range(3):
-        assert {get(server, "/metrics")[0] for _ in range(20)} == {200}
-        clock.now += RENDER_SECONDS
-    assert len(rendered) == 3
-    assert all("process_request_thread" in name for name in rendered)
-
-
 def test_what_a_dashboard_needs_of_time_and_disk(tmp_path: Path) -> None:
     clock = FakeClock()
     metrics = Metrics("north", 0.7, clock=clock, round_goal=60, folder=tmp_path)
@@ -332,22 +313,6 @@ def test_the_disk_is_foretold_from_what_was_free_after_each_save(tmp_path: Path,
 def test_a_host_that_is_not_this_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"metrics\.host = '192\.0\.2\.1'"):
         MetricsServer(Metrics("north", 0.7), MetricsSection(host="192.0.2.1", port=9464))
-
-
-@pytest.mark.fault
-@pytest.mark.case("C110")
-def test_fifty_idle_connections_hold_up_no_scrape(server: MetricsServer) -> None:
-    """Each connection has a thread and a time-out of its own; none of it is on the thread that trains."""
-    idle: list[socket.socket] = []
-    inject(lambda: idle.extend(socket.create_connection((server.host, server.port)) for _ in range(50)))
-    fired(len(idle) == 50 and all(one.getpeername()[1] == server.port for one in idle), "fifty clients are connected")
-    answers = [get(server, "/metrics") for _ in range(3)]
-    assert [status for status, _ in answers] == [200] * 3
-    handlers = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
-    assert handlers
-    assert all(thread.daemon and thread is not threading.main_thread() for thread in handlers)
-    for one in idle:
-        one.close()
 
 
 @pytest.mark.case("C106")
