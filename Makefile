@@ -3,7 +3,7 @@
 # test    the fast tests          test-all  every test          lint  style, types, import law
 # soak    hours of random faults, joins and leaves; resumable
 # test-compose the image and the mesh in containers; dashboards and alerts over a real Prometheus (as root, on Debian)
-# bench-micro  codec, loop and transport, as ratios
+# bench-micro  codec, loop, transport and the like: ratios and costs
 
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1

@@ -1,6 +1,6 @@
 """What a scrape costs a peer: CPU milliseconds of its process, with 16 other sites in its metrics.
 
-    python benchmarks/scrape.py              # as JSON: medians, a fresh page each time, and one that is shared within its second
+    python benchmarks/scrape.py              # as JSON: medians, with a fresh page each time and with one that is shared
 
 The client is a process of its own, so that only the server's side counts. The time is that of this whole process: accepting,
 the thread, the request, rendering, sending.

@@ -159,13 +159,16 @@ def join_secret(file: str) -> list[Finding]:
     path = Path(file)
     try:
         length = len(read_secret(path))
-        mode = stat.S_IMODE(path.stat().st_mode)
+        state = path.stat()
+        # A group with the number of this user is this user's own, as containers and most systems make it.
+        others = 0o007 if state.st_gid == os.getuid() else 0o077
+        mode = stat.S_IMODE(state.st_mode)
     except ConfigError as error:
         return [refused("join secret", str(error), error.exit_code)]
     except OSError as error:
         return [fatal("join secret", f"{path}: {error.strerror}", "see to its rights", ConfigError.exit_code)]
     found = []
-    if mode & 0o077:
+    if mode & others:
         text = f"net.join_secret_file: {path} can be read by other users (mode {mode:03o})"
         found.append(warning("join secret", text, f"chmod 600 {path}"))
     if length < LEAST_SECRET_BYTES:

@@ -149,8 +149,21 @@ def test_the_join_secret_must_be_readable_and_nobody_elses(tmp_path: Path) -> No
     path.write_text(" hush\n")
     (short,) = network.join_secret(str(path))
     assert (short.level, "4 bytes, not 16" in short.text, "urandom" in short.next_step) == ("warning", True, True)
-    path.chmod(0o640)
+    path.chmod(0o604)
     assert len(network.join_secret(str(path))) == 2
+
+
+def test_the_group_that_a_user_has_for_itself_may_read_the_join_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes gives it to a pod that is not root."""
+    path = tmp_path / "secret"
+    path.write_text("hush" * 4)
+    path.chmod(0o440)
+    group = path.stat().st_gid
+    for user, level in ((group, "ok"), (group + 1, "warning")):
+        monkeypatch.setattr(network.os, "getuid", lambda user=user: user)
+        assert network.join_secret(str(path))[0].level == level
 
 
 def test_the_command_that_a_missing_or_short_secret_is_answered_with_makes_a_good_one(tmp_path: Path) -> None:

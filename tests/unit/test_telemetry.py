@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import socket
-import threading
 import urllib.error
 import urllib.request
 import warnings
@@ -17,10 +16,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from geomesh_p2p.config import MetricsSection
 from geomesh_p2p.core import observations as seen
