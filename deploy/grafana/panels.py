@@ -48,9 +48,9 @@ class Panel:
 
     def common(self, builder: Any) -> Any:
         builder.title(self.title).description(self.about).datasource(SOURCE).unit(self.unit).span(self.width).height(self.height)
-        if self.limits:
-            steps = [Threshold(value, color) for value, color in self.limits]
-            builder.thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
+        # Without any, Grafana takes its own: red from 80 on.
+        steps = [Threshold(value, color) for value, color in self.limits or ((None, PLAIN),)]
+        builder.thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
         for value, set_it in ((self.decimals, builder.decimals), (self.least, builder.min), (self.most, builder.max)):
             if value is not None:
                 set_it(value)

@@ -87,7 +87,13 @@ DIGEST_MISMATCH = "digest_mismatch"
 MAX_REASONS = 32
 MAX_GONE = 128
 FROM_THE_LOG = ("round", "run_tokens")
-"""What a run has come to: no series until the log is known, so that a restart never makes them fall."""
+OF_A_ROUND = (
+    "round_seconds", "round_planned_seconds", "finish_seconds", "finish_planned_seconds", "step_seconds",
+    "batch", "inner_steps", "loss", "validation_perplexity", "validation_round",
+)  # fmt: skip
+ABSENT_AT_FIRST = (*FROM_THE_LOG, *OF_A_ROUND)
+"""No series until the figure is known: a restart never makes what a run has come to fall, and no zero spoils a mean or a
+minimum over the peers."""
 
 
 class Metrics:
@@ -123,7 +129,7 @@ class Metrics:
     def _begin(self, outer_learning_rate: float, round_goal: int) -> None:
         """Series whose labels are known from the start exist from the start, at zero."""
         for name, (_, labels, _) in TABLE.items():
-            if not labels and name not in FROM_THE_LOG:
+            if not labels and name not in ABSENT_AT_FIRST:
                 self._of(name)
         for name, label, values in (
             ("seconds", "phase", TIMED_PHASES),

@@ -25,7 +25,7 @@ class Prometheus:
     """Runs within `with`. `scrape_seconds` replaces the shipped intervals, so that a test need not last for minutes."""
 
     def __init__(self, folder: Path, targets: Sequence[str], scrape_seconds: int = 1) -> None:
-        self._folder, self._port = folder, free_port()
+        self._folder, self.port = folder, free_port()
         shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
         config = yaml.safe_load((SHIPPED / "prometheus.yml").read_text())
         config["global"] = dict.fromkeys(config["global"], f"{scrape_seconds}s")
@@ -36,7 +36,7 @@ class Prometheus:
     def __enter__(self) -> Prometheus:
         command = [
             "prometheus", f"--config.file={self._folder / 'prometheus.yml'}", f"--storage.tsdb.path={self._folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{self._port}",
+            f"--web.listen-address=127.0.0.1:{self.port}",
         ]  # fmt: skip
         log = (self._folder / "prometheus.log").open("wb")
         self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -51,13 +51,13 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5):
                 return True
         except OSError:
             return False
 
     def _get(self, path: str, asked: Mapping[str, str] | None = None) -> Any:
-        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(asked or {})}"
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(asked or {})}"
         with urllib.request.urlopen(url, timeout=30) as page:
             answer = json.load(page)
         assert answer["status"] == "success", answer

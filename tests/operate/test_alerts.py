@@ -30,6 +30,7 @@ WELL = {
     'geomesh_seconds_total{site="a",phase="straggler_idle"}': f"0+1x{MINUTES}",
     'geomesh_seconds_total{site="a",phase="wan_idle"}': f"0+5x{MINUTES}",
     'geomesh_checkpoint_round{site="a"}': f"0+1x{MINUTES}",
+    'geomesh_rounds_committed_total{site="a"}': f"0+1x{MINUTES}",
     'geomesh_checkpoint_bytes{site="a"}': f"1000000000x{MINUTES}",
     'geomesh_abstentions_total{site="a"}': f"0x{MINUTES}",
     'geomesh_disk_free_bytes{site="a"}': f"100000000000x{MINUTES}",
@@ -87,6 +88,18 @@ def test_a_disk_that_will_be_full_within_a_day_is_told_before_it_is(tmp_path: Pa
 def test_a_disk_that_fills_up_to_the_limits_of_what_is_kept_and_no_further_is_no_alarm(tmp_path: Path) -> None:
     filling = {'geomesh_disk_free_bytes{site="a"}': f"100000000000-100000000x{MINUTES}"}
     assert firing(tmp_path, WELL | filling, {"GeoMeshDiskLow": 0}) == ""
+
+
+def test_a_peer_that_has_just_started_need_not_have_saved(tmp_path: Path) -> None:
+    started = {
+        'geomesh_round{site="a"}': f"1000+1x{MINUTES}",
+        'geomesh_round_goal{site="a"}': f"9000x{MINUTES}",
+        'geomesh_checkpoint_round{site="a"}': f"0x{MINUTES}",
+        'geomesh_rounds_committed_total{site="a"}': "0+1x70 0+1x20",
+    }
+    assert firing(tmp_path, WELL | started, {"GeoMeshSnapshotOld": 0}) == ""
+    for_long = {**started, 'geomesh_rounds_committed_total{site="a"}': f"0+1x{MINUTES}"}
+    assert firing(tmp_path, WELL | for_long, {"GeoMeshSnapshotOld": 1}) == ""
 
 
 def test_the_end_of_a_run_is_no_alarm(tmp_path: Path) -> None:

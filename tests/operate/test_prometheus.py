@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ from tests.operate.prometheus import Prometheus
 from tests.process.sites import LIGHT, Site, Sites, until
 
 ROOT = Path(__file__).parents[2]
-DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))}
+DASHBOARD_FILES = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in DASHBOARD_FILES}
 ASKED = {
     f"{name}: {panel['title']}: {target['refId']}": target["expr"]
     for name, board in DASHBOARDS.items()
     for panel in board["panels"]
     for target in panel.get("targets", ())
 }
+DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 NEEDS_A_GPU = "geomesh_gpu_"
 WINDOW = "15s"
 
@@ -100,3 +105,22 @@ def test_an_alert_whose_cause_is_there_is_pending(mesh: Sites, prometheus: Prome
     site.kill()
     until(lambda: state("GeoMeshPeerDown") == "pending", "the alert", 60.0)
     site.start()
+
+
+def test_every_metric_that_is_named_anywhere_is_on_a_live_page(mesh: Sites) -> None:
+    """Documents, alerts and dashboards: those of GPUs aside, which this host need not have."""
+    page = mesh["a"].metrics()
+    served = set(re.findall(r"^# TYPE (\w+) ", page, re.MULTILINE))
+    assert len(served) > 50
+    for path in (*DOCUMENTS, ALERTS, *DASHBOARD_FILES):
+        named = set(re.findall(r"\bgeomesh_(?!p2p\b)\w+", path.read_text()))
+        assert {name for name in named if not name.startswith(NEEDS_A_GPU)} <= served, path.name
+
+
+def test_the_preview_draws_every_panel_of_the_run(prometheus: Prometheus, tmp_path: Path) -> None:
+    picture = tmp_path / "run.png"
+    script, address = str(ROOT / "deploy/grafana/preview.py"), f"http://127.0.0.1:{prometheus.port}"
+    command = [sys.executable, script, "--prometheus", address, "--minutes", "1", "--window", WINDOW, "--out", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -112,6 +112,15 @@ def test_series_exist_at_zero_before_anything_happened() -> None:
     assert value(metrics, "learning_rate", optimizer="outer") == 0.7
 
 
+def test_what_is_not_known_yet_is_absent_rather_than_zero() -> None:
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    unknown = {"loss", "validation_perplexity", "round_seconds", "finish_seconds", "batch", "round"}
+    assert all(value(metrics, name) is None for name in unknown)
+    metrics(ROUND)
+    metrics(seen.Validated(4, 12.0, final=False))
+    assert all(value(metrics, name) is not None for name in unknown)
+
+
 def test_a_committed_round_is_counted() -> None:
     metrics = Metrics("north", outer_learning_rate=0.7)
     metrics(ROUND)
