@@ -57,6 +57,8 @@ class Source:
             with urllib.request.urlopen(f"{self.url}/api/v1/query_range?{urllib.parse.urlencode(asked)}", timeout=60) as page:
                 for one in json.load(page)["data"]["result"]:
                     samples = [(float(at), float(text)) for at, text in one["values"] if math.isfinite(float(text))]
+                    if target["instant"]:                 # what is not there now is not shown
+                        samples = [(at, value) for at, value in samples if at > self.end - STEP_SECONDS]
                     labels = {**one["metric"], "refId": target["refId"]}
                     legend = re.sub(r"{{(\w+)}}", lambda match, of=labels: of.get(match[1], ""), target["legendFormat"])
                     if samples:
@@ -175,7 +177,7 @@ class Picture:
         if "min" in field:
             axes.set_ylim(bottom=field["min"])
         if axes.get_yscale() == "linear":
-            axes.yaxis.set_major_locator(MaxNLocator(5, integer=field.get("decimals") == 0))
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=field.get("decimals") == 0, min_n_ticks=1))
             if not any(value for _, samples in found for _, value in samples):
                 axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value, field["unit"])))
@@ -191,8 +193,8 @@ class Picture:
             self.write(newest, x + width - 4 * GAP, line, 8.5, ha="right")
 
     def times(self, axes: Axes) -> None:
-        span = self.source.end - self.source.begin
-        step = next(step for step in (60, 120, 300, 600, 1800, 3600, 10_800, 86_400) if span / step <= 7 or step == 86_400)
+        least = 70 * (self.source.end - self.source.begin) / axes.bbox.width    # seconds from one label to the next
+        step = next((step for step in (60, 120, 300, 600, 1800, 3600, 10_800) if step >= least), 86_400)
         axes.set_xlim(self.source.begin, self.source.end)
         axes.xaxis.set_major_locator(MultipleLocator(step))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: time.strftime("%H:%M", time.gmtime(at))))
@@ -253,7 +255,7 @@ def main() -> None:
     end = time.time()
     source = Source(asked.prometheus.rstrip("/"), end - 60 * asked.minutes, end, asked.window, asked.site)
     Picture(json.loads(BOARD.read_text()), source).figure.savefig(asked.out)
-    Image.open(asked.out).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(asked.out, optimize=True)
+    Image.open(asked.out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(asked.out, optimize=True)
 
 
 if __name__ == "__main__":

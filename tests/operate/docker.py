@@ -80,7 +80,15 @@ class Compose:
     peers = ("h100", "a100", "l40s", "rtx6000ada")
 
     def __init__(self, project: str, **environment: str) -> None:
-        self._project, self._environment = project, {**os.environ, **environment}
+        classic = {"DOCKER_BUILDKIT": "0", "COMPOSE_DOCKER_CLI_BUILD": "0"}  # the other builder is a package of its own
+        self._project, self._environment = project, {**os.environ, **classic, **environment}
+
+    def build(self) -> None:
+        """The image `geomesh`, whatever is missing for it here."""
+        engine()
+        base_image()
+        cpu_wheel()
+        self("build", "h100")
 
     def __call__(self, *arguments: str) -> str:
         command = ["docker-compose", "-p", self._project, "-f", str(ROOT / "docker-compose.yml"), *arguments]

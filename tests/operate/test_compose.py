@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.operate.docker import ROOT, Compose, base_image, cpu_wheel, engine, run
+from tests.operate.docker import ROOT, Compose, run
 from tests.process.sites import until
 
 pytestmark = [pytest.mark.timeout(1500)]
@@ -19,12 +19,9 @@ PATIENCE_SECONDS = 300.0
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     """The image is built; nothing runs yet."""
-    engine()
-    base_image()
-    cpu_wheel()
-    compose = Compose("geomesh-test", GEOMESH_RUN__ROUNDS="100000", DOCKER_BUILDKIT="0", COMPOSE_DOCKER_CLI_BUILD="0")
+    compose = Compose("geomesh-test", GEOMESH_RUN__ROUNDS="100000")
+    compose.build()
     compose("down", "--volumes")
-    compose("build", "h100")
     try:
         yield compose
     finally:
