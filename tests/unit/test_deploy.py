@@ -195,10 +195,6 @@ def test_a_stopped_peer_has_the_time_to_leave_and_a_signal_reaches_it() -> None:
     for service in PEERS.values():
         assert service["init"] is True
         assert float(service["stop_grace_period"].removesuffix("s")) >= 3 * Timing().leave_seconds
-    unit = (ROOT / "deploy/geomesh.service").read_text()
-    limit = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    assert limit is not None
-    assert float(limit[1]) >= 3 * Timing().leave_seconds
 
 
 def test_what_compose_passes_on_is_a_key_of_the_run() -> None:
