@@ -16,8 +16,8 @@ import pytest
 import yaml
 from prometheus_client import Counter
 
+from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.observations import PHASES, LogStands
-from geomesh_p2p.core.types import Timing
 from geomesh_p2p.loading import check_sites, load_run, load_sites, resolve_run
 from geomesh_p2p.telemetry.gpus import GpuCollector
 from geomesh_p2p.telemetry.metrics import TABLE, TIMED_PHASES, Metrics
@@ -194,7 +194,7 @@ def test_health_is_asked_for_where_the_peers_answer() -> None:
 def test_a_stopped_peer_has_the_time_to_leave_and_a_signal_reaches_it() -> None:
     for service in PEERS.values():
         assert service["init"] is True
-        assert float(service["stop_grace_period"].removesuffix("s")) >= 3 * Timing().leave_seconds
+        assert float(service["stop_grace_period"].removesuffix("s")) >= 2 * NetSection().leave_seconds
 
 
 def test_what_compose_passes_on_is_a_key_of_the_run() -> None:
