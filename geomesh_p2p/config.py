@@ -169,6 +169,9 @@ class NetSection(Section):
     """Addresses of peers to meet the run through (/ip4/.../tcp/.../p2p/ID)."""
     streams: PositiveInt = Field(default=4, le=16)
     """Parallel libp2p streams to each peer for bulk bytes."""
+    upload_mbps: PositiveFloat | None = None
+    """Most that this peer sends in bulk, to all others together, in Mbit/s; None: no limit. Control is not held up by it, and
+    what it relays for others (`relay`) does not count."""
     most_peers: PositiveInt = 128
     """Other peers at one time; a further one is refused, and told so, until one of them is gone."""
     chunk_bytes: PositiveInt = Field(default=131_072, le=1_048_576)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -80,18 +80,21 @@ class LinkTable:
     """Rates (bytes a second) and round trips (seconds) by [source, target], peers in member order.
 
     A pair that was not measured takes the opposite direction's figures, else the median of all that were; `guessed`
-    counts those whose rate was not. The diagonal is infinitely fast.
+    counts those whose rate was not. The diagonal is infinitely fast. `uplinks` is what each may send to all at once.
     """
 
     rates: Array
     rtts: Array
     guessed: int
+    uplinks: Array = field(default_factory=lambda: np.array(np.inf))
 
     def __len__(self) -> int:
         return len(self.rates)
 
     def only(self, members: Sequence[int]) -> LinkTable:
-        return LinkTable(self.rates[np.ix_(members, members)], self.rtts[np.ix_(members, members)], self.guessed)
+        pairs = np.ix_(members, members)
+        uplinks = np.broadcast_to(self.uplinks, len(self))[list(members)]
+        return LinkTable(self.rates[pairs], self.rtts[pairs], self.guessed, uplinks)
 
     @classmethod
     def of(cls, peers: Sequence[PeerId], links: Sequence[Link]) -> LinkTable:
@@ -109,10 +112,15 @@ class LinkTable:
             np.fmin.at(rates, pair, rate_of)
             np.fmax.at(rtts, pair, rtt_of)
         guessed = size * (size - 1) - int((~np.isnan(rates)).sum())
+        uplinks = np.full(size, np.inf)
+        for link in links:
+            if link.source == link.target and link.source in place and link.bytes_per_second > 0 and _sound(link):
+                uplinks[place[link.source]] = min(uplinks[place[link.source]], link.bytes_per_second)
         rates, rtts = _completed(rates, DEFAULT_BYTES_PER_SECOND), _completed(rtts, 0.0)
+        rates = np.minimum(rates, uplinks[:, None])
         np.fill_diagonal(rates, np.inf)
         np.fill_diagonal(rtts, 0.0)
-        return cls(rates, rtts, guessed)
+        return cls(rates, rtts, guessed, uplinks)
 
 
 def _sound(link: Link) -> bool:
@@ -152,11 +160,13 @@ class Exchange:
 
 
 def gather_seconds(links: LinkTable, volume: Volume) -> float:
-    """Every peer sends its contribution to all others at once, each at its pair's rate; the slowest pair decides."""
+    """Every peer sends its contribution to all others at once, each at its pair's rate; the slowest pair or uplink decides."""
     codec = volume.parameters / ENCODE_PER_SECOND + len(links) * volume.parameters / DECODE_PER_SECOND
     if len(links) == 1:
         return codec
-    return codec + float((volume.payload_bytes / links.rates + links.rtts / 2).max())
+    pairs = volume.payload_bytes / links.rates + links.rtts / 2
+    uplinks = (len(links) - 1) * volume.payload_bytes / links.uplinks + links.rtts.max(axis=1) / 2
+    return codec + float(max(pairs.max(), uplinks.max()))
 
 
 def reduce_seconds(links: LinkTable, volume: Volume, shares: Sequence[Range]) -> float:
@@ -166,7 +176,9 @@ def reduce_seconds(links: LinkTable, volume: Volume, shares: Sequence[Range]) ->
     works = part > 0
     inward = (part * volume.payload_bytes / links.rates + links.rtts / 2)[:, works]
     outward = (part[:, None] * volume.answer_bytes / links.rates + links.rtts / 2)[works, :]
-    return codec + float(inward.max()) + float(outward.max())
+    up_inward = (1 - part) * volume.payload_bytes / links.uplinks + links.rtts[:, works].max(axis=1) / 2
+    up_outward = ((len(links) - 1) * part * volume.answer_bytes / links.uplinks + links.rtts.max(axis=1) / 2)[works]
+    return codec + float(max(inward.max(), up_inward.max())) + float(max(outward.max(), up_outward.max()))
 
 
 def commit_seconds(links: LinkTable, leader: int | None) -> float:
@@ -177,7 +189,8 @@ def commit_seconds(links: LinkTable, leader: int | None) -> float:
 
 def best_fractions(links: LinkTable, volume: Volume) -> Array:
     """Shares s (sum 1) that minimise t1 + t2: t1 >= s_j payload/rate_ij + rtt_ij/2 and t2 >= s_j answer/rate_ji + rtt_ji/2
-    for all i != j. A linear program, solved by HiGHS."""
+    for all i != j; of n peers, one with a limited uplink u_i adds t1 >= (1 - s_i) payload/u_i + rtt_i/2 and
+    t2 >= (n - 1) s_i answer/u_i + rtt_i/2. A linear program, solved by HiGHS."""
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
@@ -194,11 +207,17 @@ def best_fractions(links: LinkTable, volume: Volume) -> Array:
         rising = np.vstack([np.isfinite(constants[:1]), constants[1:] > highest[:-1]])
         _, share = np.nonzero(rising)
         columns.append((share, np.full(len(share), size + phase), slopes[rising], constants[rising]))
+    uplinks = np.broadcast_to(links.uplinks, size)
+    limited = np.flatnonzero(np.isfinite(uplinks))
+    own, answers = volume.payload_bytes / uplinks[limited], (size - 1) * volume.answer_bytes / uplinks[limited]
+    farthest = links.rtts.max(axis=1)[limited] / 2
+    columns.append((limited, np.full(len(limited), size), -own, own + farthest))
+    columns.append((limited, np.full(len(limited), size + 1), answers, farthest))
     share, which, slope, constant = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     count = len(share)
     at = np.arange(count)
     # In units of the largest constraint, so that the solver's absolute tolerances mean the same for any size of model.
-    scale = max(float((slope + constant).max()), 1e-12)
+    scale = max(float((np.maximum(slope, 0.0) + constant).max()), 1e-12)
     data, places = np.concatenate([slope / scale, -np.ones(count)]), (np.concatenate([at, at]), np.concatenate([share, which]))
     above = csr_array((data, places), shape=(count, size + 2))
     total = csr_array(np.concatenate([np.ones(size), np.zeros(2)])[None, :])

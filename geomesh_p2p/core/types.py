@@ -88,12 +88,17 @@ class Profile:
 
 @dataclass(frozen=True)
 class Link:
-    """The path from `source` to `target`: round-trip time, and the rate that a transfer reached (0: none has yet)."""
+    """The path from `source` to `target`: round-trip time, and the rate that a transfer reached (0: none has yet). A peer's
+    link to itself is its uplink: what it may send to all others together."""
 
     source: PeerId
     target: PeerId
     rtt_seconds: float
     bytes_per_second: float
+
+    @classmethod
+    def uplink(cls, peer: PeerId, bytes_per_second: float) -> Link:
+        return cls(peer, peer, 0.0, bytes_per_second)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def what_if(run: RunConfig, sites: Sequence[SiteFile], as_json: bool = False) ->
     figures = forecast(plan, run, volume_of(layout, run))
     figures["devices"] = {site.name: _device(site.config) for site in sites if site.config.site.trains}
     figures["observers"] = [site.name for site in sites if not site.config.site.trains]
+    figures["upload_mbps"] = upload_mbps(run, [site.config for site in sites])
     figures["notes"] = _notes([site.config for site in sites])
     return json.dumps(figures, indent=2) if as_json else render(plan, figures)
 
@@ -98,7 +99,10 @@ def plan_from_files(run: RunConfig, sites: Sequence[SiteConfig], layout: Layout)
         slot=Slot(b"", 1, NO_TERM, 1, b""),
         sites=Sites(
             profiles=tuple(_profile(site, run, layout) for site in trainers),
-            links=tuple(_link(a, b) for a in trainers for b in trainers if a is not b),
+            links=(
+                *(_link(a, b) for a in trainers for b in trainers if a is not b),
+                *(Link.uplink(name, mbps * 1e6 / 8) for name, mbps in upload_mbps(run, trainers).items()),
+            ),
             min_members=run.run.min_peers,
         ),
         work=WorkLeft(volume_of(layout, run), run.model.sequence_length, (ENDLESS,)),
@@ -140,6 +144,12 @@ def _link(source: SiteConfig, target: SiteConfig) -> Link:
     ]
     rates = [DEFAULT_BYTES_PER_SECOND if end.mbps is None else end.mbps * 1e6 / 8 for end in ends]
     return Link(source.site.name, target.site.name, max(end.rtt_ms for end in ends) / 1000, min(rates))
+
+
+def upload_mbps(run: RunConfig, sites: Sequence[SiteConfig]) -> dict[str, float]:
+    """Of the sites that limit it, by name."""
+    limits = {site.site.name: site.net.get("upload_mbps", run.net.upload_mbps) for site in sites}
+    return {name: float(limit) for name, limit in limits.items() if isinstance(limit, int | float)}
 
 
 def _notes(sites: Sequence[SiteConfig]) -> list[str]:
@@ -248,6 +258,8 @@ def render(plan: Plan, figures: dict[str, Any]) -> str:
         "",
         *explain(plan)[1:],
     ]
+    for site, mbps in figures.get("upload_mbps", {}).items():
+        lines.append(f"{site} sends at most {mbps:g} Mbit/s to all others together (net.upload_mbps)")
     lines += [f"{site} follows: an observer (site.trains is false)" for site in figures.get("observers", [])]
     lines += [f"note: {note}" for note in figures.get("notes", [])]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ never mistaken for a slow link.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,8 +42,14 @@ class _Path:
 class LinkTable:
     """All ways out of one peer. Times are seconds of its own monotonic clock."""
 
-    def __init__(self, on_rate: Callable[[PeerId, float], None] = lambda peer, bytes_per_second: None) -> None:
-        """`on_rate` is told of each transfer that was long enough to be measured."""
+    def __init__(
+        self,
+        on_rate: Callable[[PeerId, float], None] = lambda peer, bytes_per_second: None,
+        upload_bytes_per_second: float | None = None,
+    ) -> None:
+        """`on_rate` is told of each transfer that was long enough to be measured. `upload_bytes_per_second` is what this peer
+        may send to all together; no rate is above it."""
+        self.upload_bytes_per_second = upload_bytes_per_second
         self._paths: dict[PeerId, _Path] = {}
         self._on_rate = on_rate
 
@@ -87,7 +94,7 @@ class LinkTable:
             busy = path.last_news - path.busy_since
             # The round trip may be longer than all of the transfer, if heartbeats waited behind bulk: the least one counts.
             seconds = max(busy - path.least_rtt_seconds, busy * MIN_BUSY_SHARE, MIN_SAMPLE_SECONDS)
-            rate = path.busy_bytes / seconds
+            rate = min(path.busy_bytes / seconds, self.upload_bytes_per_second or math.inf)
             path.bytes_per_second = _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
             self._on_rate(peer, rate)
         path.busy_since, path.busy_bytes = None, 0
@@ -115,11 +122,16 @@ class LinkTable:
         )
 
     def round_trips_from(self, me: PeerId) -> tuple[Link, ...]:
-        """The ways whose round trip is known, the rate 0 where nothing has measured it yet; ordered by peer id."""
-        return tuple(
-            Link(me, peer, path.rtt_seconds, path.bytes_per_second or 0.0)
-            for peer, path in sorted(self._paths.items())
-            if path.rtt_seconds is not None
+        """The ways whose round trip is known, the rate 0 where nothing has measured it yet, ordered by peer id; then the
+        uplink, if that is limited."""
+        uplink = self.upload_bytes_per_second
+        return (
+            *(
+                Link(me, peer, path.rtt_seconds, path.bytes_per_second or 0.0)
+                for peer, path in sorted(self._paths.items())
+                if path.rtt_seconds is not None
+            ),
+            *([Link.uplink(me, uplink)] if uplink is not None else []),
         )
 
     def forget(self, peer: PeerId) -> None:

@@ -25,6 +25,7 @@ CONTROL, BULK, REQUEST = "/geomesh/1/control", "/geomesh/1/bulk", "/geomesh/1/re
 CONTROL_QUEUE = 1024          # control messages that wait; the oldest is dropped beyond
 CONCURRENT_REQUESTS = 8
 OPEN_SECONDS = 20.0           # the question whether a port answers included
+SMALL_ANSWER_BYTES = 16 * 1024    # an answer up to this size is no bulk
 STALL_SECONDS = 15.0          # bulk streams that take nothing for so long are given up
 
 Buffers = Sequence[bytes | memoryview]
@@ -50,12 +51,16 @@ class ToldSpeed:
 
 
 class Remote:
-    def __init__(self, peer: PeerId, open_stream: Opener, bulk_streams: int, shape: Shape) -> None:
+    def __init__(
+        self, peer: PeerId, open_stream: Opener, bulk_streams: int, shape: Shape, uplink: Shaper | None = None
+    ) -> None:
+        """`uplink` is shared with the other remotes: all bulk passes it first."""
         self.peer = peer
         self.addresses: tuple[str, ...] = ()
         self.incarnation: bytes | None = None
         self.traffic = PeerTraffic()
         self.shaper = Shaper(shape)
+        self._uplink = uplink or Shaper(Shape())
         self._open_stream = open_stream
         self._loop = asyncio.get_running_loop()
         self.name: str = peer              # its site, once it has said so
@@ -183,6 +188,7 @@ class Remote:
     async def send_bulk(self, buffers: Buffers, payload: int) -> None:
         """Returns when a stream has taken the frame. Raises Unreachable."""
         size = sum(len(buffer) for buffer in buffers)
+        await self._uplink.room()
         while self._least_loaded() is None or self.shaper.wait_seconds() > 0:
             if self._closed:
                 raise Unreachable("this transport was stopped")
@@ -192,9 +198,12 @@ class Remote:
             else:
                 await asyncio.sleep(self.shaper.wait_seconds())
         self._start_bulk()
-        self.shaper.submit(size, lambda: self._write_bulk(buffers))
+        self._submit_bulk(size, lambda: self._write_bulk(buffers))
         self.traffic.payload_sent += payload
         self.traffic.overhead_sent += size - payload
+
+    def _submit_bulk(self, size: int, deliver: Callable[[], None]) -> None:
+        self._uplink.submit(size, lambda: self.shaper.submit(size, deliver))
 
     def _write_bulk(self, buffers: Buffers) -> None:
         stream = self._least_loaded() or min(self._bulk, key=lambda s: s.backlog, default=None)
@@ -319,9 +328,12 @@ class Remote:
         """Send an answer on the stream of its question, in pieces: over an emulated link it leaves room for other frames,
         and the other end sees it coming. `before_last` is called before the piece with which the other end may ask again."""
         left = sum(len(buffer) for buffer in buffers)
+        bulk = left > SMALL_ANSWER_BYTES
         for buffer in buffers:
             view = memoryview(buffer)
             for start in range(0, len(view), WINDOW_BYTES):
+                if bulk:
+                    await self._uplink.room()
                 while not stream.lost and (wait := self.shaper.wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
                     await asyncio.sleep(wait)
                 if stream.lost:
@@ -330,7 +342,8 @@ class Remote:
                 left -= len(piece)
                 if left == 0:
                     before_last()
-                self.shaper.submit(len(piece), partial(stream.write, [piece]))
+                submit = self._submit_bulk if bulk else self.shaper.submit
+                submit(len(piece), partial(stream.write, [piece]))
                 self.traffic.overhead_sent += len(piece)
 
     # ------------------------------------------------------------ ends

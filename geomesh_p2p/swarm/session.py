@@ -430,7 +430,7 @@ class Session:
 
     def _uplink(self) -> float | None:
         """Bytes a second that this peer can send, as far as its links show: several that were busy at once shared it."""
-        return max(self._rates().values(), default=None)
+        return max(self._rates().values(), default=self.around.links.upload_bytes_per_second)
 
     def _gave(self, what: str, size: int) -> None:
         self.around.observe(obs.Given(what, size))

@@ -1,7 +1,8 @@
-"""An emulated way to one other peer: frames wait for their turn at the link's rate, then for the one-way delay.
+"""Frames wait for their turn at a link's rate, then for its one-way delay: an emulated way to one other peer, or what a peer
+may send to all of them together.
 
-The rate is shared by control and bulk; the delay is a pipeline, so it takes nothing from the rate. A frame is handed on
-at max(now, when the link is free) + size / rate + delay.
+The rate of an emulated way is shared by control and bulk; the limit of an uplink holds for bulk alone. The delay is a pipeline,
+so it takes nothing from the rate. A frame is handed on at max(now, when the link is free) + size / rate + delay.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 WINDOW_BYTES = 64 * 1024     # bulk waits while more than this is queued for the link
+LEAST_WAIT_SECONDS = 1e-6    # less may not move a clock at all
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Shape:
 class Shaper:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
         self._free_at = 0.0
         self._queue: deque[tuple[float, Callable[[], None]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -48,10 +51,21 @@ class Shaper:
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._run)
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def room(self) -> None:
+        """Until bulk may be submitted. Who waits is let in one by one and in order, and submits at once."""
+        async with self._turn:
+            while (wait := self.wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
+                await asyncio.sleep(wait)
+
     def wait_seconds(self) -> float:
         """How long bulk should wait before it is submitted, so that control need not wait long behind it."""
         rate = self.shape.bytes_per_second
-        return max(0.0, self._free_at - self._loop.time() - WINDOW_BYTES / rate) if rate else 0.0
+        wait = self._free_at - self._loop.time() - WINDOW_BYTES / rate if rate else 0.0
+        return wait if wait > LEAST_WAIT_SECONDS else 0.0
 
     def close(self) -> None:
         self._queue.clear()

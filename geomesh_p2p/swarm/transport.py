@@ -32,7 +32,7 @@ from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.relaying import Circuits, choose_route, learn_caps, relay_of, start_daemon
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST, Remote
 from geomesh_p2p.swarm.seeds import Seeds
-from geomesh_p2p.swarm.shaping import Shape
+from geomesh_p2p.swarm.shaping import Shape, Shaper
 from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.upkeep import OnExit, Upkeep
 from geomesh_p2p.swarm.watching import LinkWatch
@@ -72,7 +72,9 @@ class Libp2pTransport:
         self.identity: Identity = load_identity(identity_path)
         self.peer: PeerId = self.identity.peer
         self.run = b""
-        self.links = LinkTable(on_rate=lambda peer, rate: self._watch.measured(self._remote(peer), rate))
+        upload = None if net.upload_mbps is None else net.upload_mbps * 1e6 / 8
+        self._uplink = Shaper(Shape(bytes_per_second=upload))
+        self.links = LinkTable(lambda peer, rate: self._watch.measured(self._remote(peer), rate), upload)
         self.budgets = Budgets(warn=lambda reason, text: self._on_warning(reason, text))
         self.seeds = Seeds(net, self.peer, self._dial, lambda reason, text: self._on_warning(reason, text))
         self.on_other_version: OnOtherVersion = lambda peer, version: None
@@ -145,6 +147,7 @@ class Libp2pTransport:
         for streams in self._incoming.values():
             for stream in tuple(streams):
                 stream.abort()
+        self._uplink.close()
         await self._upkeep.stop()
 
     def addresses(self) -> tuple[str, ...]:
@@ -211,7 +214,7 @@ class Libp2pTransport:
         remote = self._remotes.get(peer)
         if remote is None:
             self._forget_strangers()
-            remote = self._remotes[peer] = Remote(peer, self._open, self.net.streams, self._default_shape)
+            remote = self._remotes[peer] = Remote(peer, self._open, self.net.streams, self._default_shape, self._uplink)
         return remote
 
     def _forget_strangers(self) -> None:

@@ -565,6 +565,34 @@ async def test_answers_over_a_slow_link_come_at_last_and_leave_room_for_heartbea
         await b.stop()
 
 
+async def test_what_two_peers_get_together_is_within_the_senders_limit_and_heartbeats_pass(opened: Opener) -> None:
+    """Counted where it arrives. A busy machine makes it less, never more."""
+    cap, chunk, clock = 500_000.0, 50_000, asyncio.get_running_loop().time
+    heard: list[tuple[str, Message]] = []
+    others = [await opened("a", heard), await opened("b", heard)]
+    office = await opened("office", upload_mbps=cap * 8 / 1e6)
+    for other in others:
+        await office.seeds.connect(other.addresses())
+    begun, stop_at = clock(), clock() + 4.0
+
+    async def send(to: str) -> None:
+        while clock() < stop_at:
+            await office.send_bulk(to, Chunk(b"", "part", "office", b"", 0, 0, 1, bytes(chunk)))
+
+    sending = [asyncio.ensure_future(send(other.peer)) for other in others for _ in range(4)]
+    got = [(0.0, 0)]
+    while clock() < stop_at:
+        office.send(others[0].peer, Leave(str(len(got))))
+        await asyncio.sleep(0.05)
+        got.append((clock() - begun, sum(other.traffic()[office.peer].payload_received for other in others)))
+        assert got[-1][1] <= cap * got[-1][0] + chunk, "more than the limit"
+    await asyncio.gather(*sending)
+    assert min(other.traffic()[office.peer].payload_received for other in others) > 0, "both get some"
+    await eventually(lambda: sum(isinstance(message, Leave) for _, message in heard) == len(got) - 1)
+    assert office.traffic()[others[0].peer].dropped == 0
+    assert got[-1][1] > 0
+
+
 async def test_an_answer_that_stops_coming_is_given_up(opened: Opener, tmp_path: Path) -> None:
     a = await opened("a")
     b = Libp2pTransport(NetSection(), tmp_path / "b" / "identity.key")

@@ -18,6 +18,7 @@ from geomesh_p2p.lab.whatif import (
     llama_layout,
     llama_parameters,
     plan_from_files,
+    upload_mbps,
     volume_of,
     what_if,
 )
@@ -88,6 +89,19 @@ def test_links_are_the_slower_of_both_ends() -> None:
     payload_seconds = volume_of(layout, RUN).payload_bytes / (1e6 / 8)
     assert slow - fast > payload_seconds * 0.5
     assert fast < 0.1
+
+
+def test_a_limited_uplink_is_shown_and_planned_with() -> None:
+    office = site("office", 1.0, net={"upload_mbps": 1.0})
+    sites = [office, site("a", 1.0), site("b", 1.0)]
+    layout = layout_from_files(RUN)
+    free = plan_from_files(RUN, sites[1:], layout).exchange_seconds
+    plan = plan_from_files(RUN, sites, layout)
+    assert plan.exchange_seconds - free > 0.9 * volume_of(layout, RUN).payload_bytes / (1e6 / 8)
+    assert json.loads(what_if(RUN, files(*sites), as_json=True))["upload_mbps"] == {"office": 1.0}
+    assert "office sends at most 1 Mbit/s to all others together (net.upload_mbps)" in what_if(RUN, files(*sites))
+    for_all = RUN.model_copy(update={"net": RUN.net.model_copy(update={"upload_mbps": 8.0})})
+    assert upload_mbps(for_all, sites) == {"office": 1.0, "a": 8.0, "b": 8.0}
 
 
 def test_text_and_json_say_the_same() -> None:

@@ -13,10 +13,12 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from geomesh_p2p.config import MetricsSection
@@ -314,6 +316,15 @@ def test_the_disk_is_foretold_from_what_was_free_after_each_save(tmp_path: Path,
     assert value(metrics, "disk_full_seconds") == pytest.approx(6.46e9 / 1e6, rel=0.01)
     assert value(metrics, "kept_bytes", what="snapshots") == 1000
     assert value(metrics, "kept_bytes", what="updates") == 200
+
+
+def test_metrics_are_served_on_loopback_alone_unless_a_host_is_set() -> None:
+    with closing(MetricsServer(Metrics("north", 0.7), MetricsSection())) as server:
+        listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert [c.laddr.ip for c in listening if c.laddr.port == server.port] == ["127.0.0.1"]
+    with closing(MetricsServer(Metrics("north", 0.7), MetricsSection(host="0.0.0.0"))) as server:
+        listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert [c.laddr.ip for c in listening if c.laddr.port == server.port] == ["0.0.0.0"]
 
 
 def test_a_host_that_is_not_this_one_is_refused() -> None:
