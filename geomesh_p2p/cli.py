@@ -245,6 +245,12 @@ def _stop(args: argparse.Namespace) -> int:
     return order(_call(args), "stop")
 
 
+def _rollback(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.status import rollback
+
+    return rollback(_call(args), args.to_round)
+
+
 def _call(args: argparse.Namespace) -> Any:
     from geomesh_p2p.lab.status import Call
     from geomesh_p2p.seed_files import read_address
@@ -373,6 +379,10 @@ def _parser() -> _Parser:
 
     stop = add("stop", _stop, "Stop a run, everywhere after the same round and with all saved.", keys=False)
     _add_call(stop)
+
+    back = add("rollback", _rollback, "Take a whole run back to the state after an earlier round, on purpose.", keys=False)
+    _add_call(back)
+    back.add_argument("--to-round", type=int, required=True, metavar="ROUND", help="0: the weights it began with")
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
     show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)

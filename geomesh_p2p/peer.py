@@ -29,7 +29,7 @@ from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_spa
 from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
-from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError
+from geomesh_p2p.errors import DataError, GeoMeshError, RefusedError, TemporaryError
 from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
@@ -121,6 +121,7 @@ class Peer:
         self.admission = Admission()
         self.control: ControlChannel | None = None
         self.session: Session | None = None
+        self.rebuilder: Rebuilder | None = None
         self.stopping = ""
         self.failure: GeoMeshError | None = None
         self.signal: signal.Signals | None = None
@@ -206,7 +207,8 @@ class Peer:
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
         membership.most_members = self.run.net.most_peers
         front.membership = membership
-        front.visits = Visits(membership, transport, Host(self.board.snapshot, self._leader, self._stop, self._stop_run))
+        host = Host(self.board.snapshot, self._leader, self._stop, self._stop_run, self._roll_back)
+        front.visits = Visits(membership, transport, host)
         known = Acquaintances(self.folder / "acquaintances.json")
         for warning in known.warnings:
             log.warning("%s", warning)
@@ -322,6 +324,19 @@ class Peer:
         if self.session is not None:
             self.session.stop_run()
 
+    async def _roll_back(self, to_round: int) -> tuple[bool, str]:
+        session, rebuilder = self.session, self.rebuilder
+        if session is None or rebuilder is None:
+            return False, "this peer is still starting: try again"
+        now = session.replica.round
+        if not 0 <= to_round < now:
+            return False, f"round {now} is the last one committed: --to-round takes an earlier one, 0 at least"
+        try:
+            session.roll_back(await asyncio.to_thread(rebuilder.rollback, to_round))
+        except (LookupError, DataError) as error:
+            return False, f"{error}: see save.keep_snapshots"
+        return True, f"the run goes back to round {to_round} after the round going on"
+
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
         metrics = Metrics(
             self.name, self.run.outer.learning_rate, round_goal=self.run.run.rounds, folder=self.folder
@@ -428,6 +443,8 @@ class Peer:
         if resumed.log.round == 0:
             first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}
             history.write("founding", first, founding.run)
+        settings = (engine.layout, self.run.codec, self.run.outer)
+        self.rebuilder = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)
         around = Surroundings(
             transport=transport,
             store=store,
@@ -436,9 +453,7 @@ class Peer:
             links=transport.links,
             observe=self.observe,
             history=lambda kind, fields: history.write(kind, fields, founding.run),
-            rebuild=Rebuilder(
-                store, snapshots, engine.initial_weights, founding, (engine.layout, self.run.codec, self.run.outer)
-            ),
+            rebuild=self.rebuilder,
         )
         planner = LeadersPlanner(self.run, engine.layout)
         codec = ExchangeCodec(engine.layout, self.run.codec)

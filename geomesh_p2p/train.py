@@ -29,6 +29,7 @@ from geomesh_p2p.core.ports import (
     Made,
     MakeAnew,
     Mesh,
+    RollBack,
     SaveState,
     TrainRound,
     ValidateAll,
@@ -51,6 +52,7 @@ class LocalModel:
     residual: Vector | None = None
     round: int = 0                               # that of the anchor
     hashed: tuple[int, int, Digest] | None = None  # (round, part, hash) of a part of it
+    lost: bool = False                           # it is not that of its round, and has to be made anew first
 
 
 async def train(mesh: Mesh, model: LocalModel) -> None:
@@ -65,10 +67,19 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                 case FoldUpdate():
                     # Commit: the same update moves the same anchor on every peer, bit for bit.
                     seconds = await loop.run_in_executor(worker, fold, model, work)
-                    part, part_hash = await loop.run_in_executor(worker, hash_part, model)
-                    mesh.folded(work.update, part, part_hash, seconds)
+                    if not model.lost:
+                        part, part_hash = await loop.run_in_executor(worker, hash_part, model)
+                        mesh.folded(work.update, part, part_hash, seconds)
+                case RollBack():
+                    # The same on purpose, backwards: the state of an earlier round, made from the log on disk.
+                    outcome = await loop.run_in_executor(worker, roll_back, model, work)
+                    if not model.lost:
+                        mesh.folded(work.update, *await loop.run_in_executor(worker, hash_part, model), 0.0)
+                    mesh.made_anew(model.round, outcome)
                 case AdoptState():
                     await loop.run_in_executor(worker, adopt, model, work)
+                case SaveState() if model.lost:
+                    pass
                 case SaveState():
                     await loop.run_in_executor(
                         worker, work.write, model.state.anchor, model.state.momentum, model.residual, model.engine.save_inner
@@ -137,6 +148,9 @@ def validate_anchor(
 def fold(model: LocalModel, work: FoldUpdate) -> float:
     """Apply a committed update to the anchor, advance the residual if it was ours too, and go on from the anchor."""
     begun = time.perf_counter()
+    if model.lost:
+        model.round = work.update.round
+        return 0.0
     if model.codec.residual and work.own_payload is not None:
         model.residual = codec.new_residual(
             model.layout, model.state.anchor, model.engine.weights(), model.codec, work.own_payload, model.residual
@@ -165,8 +179,19 @@ def replace_state(model: LocalModel, anchor: Vector, momentum: Vector) -> None:
     model.state.anchor[:] = anchor
     model.state.momentum[:] = momentum
     model.residual = None  # residuals are each peer's own; losing one is harmless
-    model.hashed = None
+    model.hashed, model.lost = None, False
     model.engine.set_weights(model.state.anchor)
+
+
+def roll_back(model: LocalModel, work: RollBack) -> Made:
+    made = work.rebuild(work.update.round)
+    model.round = work.update.round
+    model.engine.forget_inner()
+    if made is None:
+        model.lost = True
+        return "lost"
+    replace_state(model, *made)
+    return "rolled_back"
 
 
 def make_anew(model: LocalModel, work: MakeAnew) -> Made:
@@ -174,8 +199,9 @@ def make_anew(model: LocalModel, work: MakeAnew) -> Made:
     made = work.rebuild(model.round)
     if made is None:
         return "lost"
-    have, want = (model.state.anchor, model.state.momentum), made
-    if all(np.array_equal(mine.view(np.uint32), again.view(np.uint32)) for mine, again in zip(have, want, strict=True)):
+    have = (model.state.anchor, model.state.momentum)
+    equal = (np.array_equal(mine.view(np.uint32), again.view(np.uint32)) for mine, again in zip(have, made, strict=True))
+    if not model.lost and all(equal):
         return "sound"
     replace_state(model, *made)
     return "repaired"

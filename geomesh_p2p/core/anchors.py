@@ -72,6 +72,13 @@ class AnchorWatch:
         self.s = state
         self._own: dict[tuple[int, Saying], Digest] = {}
         self._agreed: dict[tuple[int, Saying], Digest] = {}
+        self._rolled_back_at = self._checked_at = 0
+
+    def rolled_back(self, round: int) -> None:
+        """The update of `round` is a rollback: this peer is not ready before its anchor is the earlier one again (which may be
+        before the replica hears of the round, while it catches up)."""
+        self._rolled_back_at = round
+        self.s.checking = self.s.checking or self._checked_at < round
 
     def hashed(self, round: int, of: Saying, value: Digest) -> None:
         """This peer's own anchor (or state) after `round`: it may be no contributor to the next one, and is compared too."""
@@ -107,6 +114,8 @@ class AnchorWatch:
 
     def checked(self, round: int, outcome: str) -> None:
         """This peer's anchor after `round` is what the log makes of a state that the others agreed on."""
-        self.s.checking = False
+        self._checked_at = round
+        if round >= self._rolled_back_at:
+            self.s.checking = False
         self.s.note("checked", round=round, outcome=outcome)
         self._own = {key: value for key, value in self._own.items() if key[0] > round}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Message
-from geomesh_p2p.core.types import Contribution, Held, PeerId, Plan, Profile, Term, Update
+from geomesh_p2p.core.types import Contribution, Held, PeerId, Plan, Profile, Rollback, Term, Update
 
 # ---------------------------------------------------------------- inputs
 
@@ -137,9 +137,16 @@ class StopWanted:
     """An operator wants the run to end soon, everywhere after the same round."""
 
 
+@dataclass(frozen=True)
+class RollbackWanted:
+    """An operator wants the state of an earlier round back, for the whole run; this peer leads."""
+
+    rollback: Rollback
+
+
 Event = (
     Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed
-    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted | StopWanted
+    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted | StopWanted | RollbackWanted
 )
 
 # ---------------------------------------------------------------- actions

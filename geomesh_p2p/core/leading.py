@@ -11,6 +11,7 @@ Decisions:
 - A voter leaves by a plan without it. If those who stay are no quorum, an update without bits is held and committed by
   all, whose view is those who stay. If these are too few, but newcomers are there, the leavers train with them once more:
   then the newcomers have a vote.
+- A rollback is an update without bits too. It takes its turn once the round going on is committed, before the next plan.
 - A member lost to an exchange, too late, or whose contribution was refused by rule, is left out for a few rounds, doubling
   until it contributes; but never if the plan then lacked a quorum or `min_peers`.
 - A reign ends when a quorum was not heard for a lease, when an update could not be recovered, or after `max_attempts`.
@@ -29,7 +30,7 @@ from geomesh_p2p.core.log import is_quorum
 from geomesh_p2p.core.messages import Close, Finished, HeldReport, HoldAgain, PlanOffer, PlanRefused
 from geomesh_p2p.core.round import NOT_READY, RESTARTED, Member
 from geomesh_p2p.core.state import State
-from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan, Update
+from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan, Rollback, Update
 
 AT_WORK = ("training", "straggler_idle", "exchange", "commit")
 LONGEST_BENCH_ROUNDS = 8
@@ -70,6 +71,7 @@ class Leading:
         self.waiting = ""
         self.lacking = 0                         # peers that min_peers asks for beyond those that are ready
         self.failed = ""
+        self.rollback: Rollback | None = None    # what an operator wants next
         self.chosen: Update | None = None
         if won.held is not None:
             self._recover(won)
@@ -174,6 +176,8 @@ class Leading:
         if s.final:
             self.stage, self.waiting = "done", ""
             return
+        if self.rollback is not None and self._roll_back(self.rollback):
+            return
         there = [peer for peer in sorted({s.me, *s.peers}) if self._usable(peer)]
         usable = [peer for peer in there if not self._is_leaving(peer)]
         members = [peer for peer in usable if self.benched.get(peer, 0) <= s.round]
@@ -228,15 +232,30 @@ class Leading:
         self.act_at, self.waiting = until, "others that may still become ready"
         return True
 
+    def _here(self) -> list[PeerId]:
+        """The voters that can hold an update without bits."""
+        s = self.s
+        return [peer for peer in s.view if peer == s.me or (s.alive(peer) and s.peers[peer].lag <= 1)]
+
+    def _roll_back(self, rollback: Rollback) -> bool:
+        s = self.s
+        if not s.quorum(self._here()):
+            return False
+        self._hold_without_bits(s.view, rollback)
+        return True
+
+    def _hold_without_bits(self, voters: tuple[PeerId, ...], rollback: Rollback | None = None) -> None:
+        s = self.s
+        update = Update(s.round + 1, s.log.digest, "gather", (), (), voters, digest_bytes(), 0, rollback)
+        self._hold_again(Held(s.term, self.attempt, b"", update))
+
     def _let_leave(self) -> bool:
         """If voters want to leave and the others are no quorum: an update without bits, held by all, that lets them go."""
-        s = self.s
-        here = [peer for peer in s.view if peer == s.me or (s.alive(peer) and s.peers[peer].lag <= 1)]
+        s, here = self.s, self._here()
         staying = tuple(sorted((peer for peer in here if not self._is_leaving(peer)), key=s.site_of))
         if len(staying) == len(here) or not staying or len(staying) < s.settings.min_peers or not s.quorum(here):
             return False
-        update = Update(s.round + 1, s.log.digest, "gather", (), (), staying, digest_bytes(), 0)
-        self._hold_again(Held(s.term, self.attempt, b"", update))
+        self._hold_without_bits(staying)
         return True
 
     # -------------------------------------------------------------- an attempt
@@ -420,8 +439,11 @@ class Leading:
     def committed(self, odd: tuple[PeerId, ...] = ()) -> None:
         """The log has grown: begin the next round. `odd` peers make sure of their anchors first. Whoever
         contributed has made good for what it was benched for."""
-        for c in self.s.last_update.contributors if self.s.last_update is not None else ():
+        update = self.s.last_update
+        for c in update.contributors if update is not None else ():
             self.strikes.pop(c.peer, None)
+        if update is not None and update.rollback is not None:
+            self.rollback = None
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen = False, None, None

@@ -1,12 +1,14 @@
 """The round log's bookkeeping: the chain of committed updates, who votes next, which data was credited.
 
-Pure: it holds no bodies and does no I/O. What has been committed is never undone; a log only grows, one round at a time.
+Pure: it holds no bodies and does no I/O. What has been committed is never undone; a log only grows, one round at a time. A
+rollback is a round of its own, whose state is that of an earlier one: whoever was away meets it in the log like any other.
+Data that was credited stays so: what led to a rollback is not trained again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from geomesh_p2p.core.canonical import Digest
@@ -104,6 +106,15 @@ def next_voters(
 # ---------------------------------------------------------------- the log
 
 
+def lineage(round: int, header: Callable[[int], Update | None]) -> Iterator[int]:
+    """The rounds whose states the state after `round` was made from, from itself back to the founding: a rollback leads past
+    those that it undoes. Ends early at a round whose update `header` does not know."""
+    yield round
+    while round > GENESIS_ROUND and (update := header(round)) is not None:
+        round = round - 1 if update.rollback is None else update.rollback.to_round
+        yield round
+
+
 class BrokenChain(ValueError):
     """An update does not follow from the log; nothing was changed."""
 
@@ -157,7 +168,7 @@ class RoundLog:
         self._credited = self._checked(update)
         self.round = update.round
         self.voters = update.voters
-        self.tokens += update.tokens
+        self.tokens = self.tokens + update.tokens if update.rollback is None else update.rollback.tokens
         self._digests[update.round] = update.digest
         self.sites |= {c.peer: c.site for c in update.contributors}
 
@@ -168,6 +179,8 @@ class RoundLog:
             raise BrokenChain(f"round {update.round} builds on {update.base.hex()[:12]}, this log has {self.digest.hex()[:12]}")
         if not update.voters or len(set(update.voters)) != len(update.voters):
             raise BrokenChain(f"round {update.round} names no voters, or one twice: {update.voters}")
+        if (back := update.rollback) is not None and (update.contributors or not 0 <= back.to_round < update.round - 1):
+            raise BrokenChain(f"round {update.round} cannot go back to round {back.to_round}")
         sites = [c.site for c in update.contributors]
         if sites != sorted(set(sites)) or len({c.peer for c in update.contributors}) != len(sites):
             raise BrokenChain(f"contributors of round {update.round} are not distinct and in site order: {sites}")

@@ -200,11 +200,13 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Order:
-    """What whoever may join can tell a run: `verb` is `stop`, or `drain`, which is for `site` alone. `proof` as in a Hello. A
-    peer passes it on once, in its own name. Answered by a Fetched whose header says in words what was done, or why not."""
+    """What whoever may join can tell a run: `verb` is `stop`, `drain`, which is for `site` alone, or `rollback`, to the state
+    after `round`. `proof` as in a Hello. A peer passes it on once, in its own name. Answered by a Fetched whose header says in
+    words what was done, or why not."""
 
     verb: str
     site: str
+    round: int
     passed_on: bool
     proof: bytes
 

@@ -139,6 +139,14 @@ class RoundDiscarded:
 
 
 @dataclass(frozen=True)
+class RolledBack:
+    """The run's state after `round` is that after `to_round` once more, by order."""
+
+    round: int
+    to_round: int
+
+
+@dataclass(frozen=True)
 class Validated:
     """The anchor of `round` has this perplexity: one committed number, or (final) this peer's own over the whole set."""
 

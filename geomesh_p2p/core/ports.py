@@ -284,6 +284,10 @@ class Engine(Protocol):
 
     def load_inner(self, path: str) -> None: ...
 
+    def forget_inner(self) -> None:
+        """The inner optimizer's state is then that of a new one."""
+        ...
+
 
 class LocalEngine(Engine, Protocol):
     """An engine as the composition root needs it. `settings` are the fields of the run's fingerprint, by name;
@@ -354,6 +358,15 @@ class FoldUpdate:
 
 
 @dataclass(frozen=True)
+class RollBack:
+    """`update`, a rollback, is committed and in the log on disk: from there `rebuild` (as MakeAnew's) makes the earlier state.
+    The inner optimizer begins anew, for its moments are of what is undone."""
+
+    update: Update
+    rebuild: Callable[[int], tuple[Vector, Vector] | None]
+
+
+@dataclass(frozen=True)
 class AdoptState:
     """A snapshot of `round` was received: its anchor and outer state replace the local ones."""
 
@@ -384,9 +397,10 @@ class MakeAnew:
     rebuild: Callable[[int], tuple[Vector, Vector] | None]
 
 
-Work = TrainRound | FoldUpdate | AdoptState | SaveState | ValidateAll | MakeAnew
-Made = Literal["sound", "repaired", "lost"]
-"""What MakeAnew came to: the anchor was right; it was not, and is now; nothing on disk can be trusted."""
+Work = TrainRound | FoldUpdate | RollBack | AdoptState | SaveState | ValidateAll | MakeAnew
+Made = Literal["sound", "repaired", "rolled_back", "lost"]
+"""What MakeAnew or RollBack came to: the anchor was right; it was not, and is now; it is the earlier one; nothing on disk can
+be trusted, or leads there."""
 
 
 class Mesh(Protocol):
@@ -409,5 +423,5 @@ class Mesh(Protocol):
     def validated(self, round: int, nats: float, tokens: int) -> None: ...
 
     def made_anew(self, round: int, outcome: Made) -> None:
-        """MakeAnew is done; the anchor is that of `round`."""
+        """MakeAnew or RollBack is done; the anchor is that of `round`."""
         ...

@@ -150,6 +150,10 @@ class Replica:
                 self._want_to_leave(reason)
             case ev.StopWanted():
                 self._stop_run()
+            case ev.RollbackWanted(rollback):
+                if leading is not None:
+                    leading.rollback = rollback
+                    leading.heard()
 
     def _receive(self, sender: PeerId, message: m.Message) -> None:
         s, member, leading = self.s, self.member, self.leading
@@ -413,6 +417,8 @@ class Replica:
             s.held = None
         s.last_update = update
         self.member.reset()
+        if update.rollback is not None:
+            self.anchors.rolled_back(update.round)
         return self.anchors.committed(update)
 
     def _next_offer(self) -> None:

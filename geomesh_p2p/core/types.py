@@ -211,12 +211,20 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """The state after an update is that after `to_round` once more, when the model had been trained on `tokens`."""
+
+    to_round: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Update:
     """What a round adds to the log: who contributed what, who votes next, and the hash of the body (bits, magnitudes).
 
     `contributors` are ordered by site name and never abstain. `members` names the attempt's members.
     The body of a gather is the contributors' payloads in order; of a reduce, the reducers' parts in share order.
-    An update without contributors has an empty body and moves nothing (it lets a voter leave).
+    An update without contributors has an empty body: it lets a voter leave and moves nothing, or it is a `rollback`.
     """
 
     round: int
@@ -227,11 +235,14 @@ class Update:
     voters: tuple[PeerId, ...]
     body: Digest
     body_bytes: int
+    rollback: Rollback | None = None
 
     @cached_property
     def digest(self) -> Digest:
         """The round's digest: content only (no peer id, term, attempt, run id, validation or time). It vouches for what
         the contributors say of their state, so that a donor can be checked against the log."""
+        if self.rollback is not None:
+            return digest("rollback", self.base, self.round, self.rollback)
         return digest(
             "round",
             self.base,

@@ -222,6 +222,9 @@ class TorchEngine:
         if self.device.type == "cuda" and "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
 
+    def forget_inner(self) -> None:
+        self.loop.load_state({})
+
 
 class _Undone:
     """Steps taken inside leave no trace in weights, optimizer and random state."""

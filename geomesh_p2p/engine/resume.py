@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ from geomesh_p2p.core.anchors import state_in_log
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
-from geomesh_p2p.core.log import RoundLog
+from geomesh_p2p.core.log import RoundLog, lineage
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
-from geomesh_p2p.core.types import NO_TERM, Founding, Range, Update
+from geomesh_p2p.core.types import GENESIS_ROUND, NO_TERM, Founding, Range, Rollback, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshot, Snapshots
 from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
@@ -55,6 +56,14 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
     warnings += snapshot.problems if snapshot is not None else ()
     while (found := _next_update(store, log.round + 1, warnings)) is not None:
         update, body = found
+        if update.rollback is not None:
+            made = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)(update.round)
+            if made is None:
+                to = update.rollback.to_round
+                warnings.append(f"the run went back to round {to}, to which nothing here leads: asked of the others")
+                break
+            state = OuterState(*made)
+            engine.forget_inner()
         log.append(update)
         apply_update(state, layout, codec, outer, update, body)
     engine.set_weights(state.anchor)
@@ -131,18 +140,38 @@ class Rebuilder:
 
     def __call__(self, round: int) -> tuple[Vector, Vector] | None:
         """(anchor, momentum) after `round`; None if nothing on disk can be trusted. Raises OSError."""
-        for start in reversed([0, *self._snapshots.rounds()]):
-            if start <= round:
-                with suppress(DataError, LookupError):
-                    state = self._begin(start)
-                    if state is not None:
-                        self._replay(state, start, round)
-                        return state.anchor, state.momentum
+        for start, since in self._ways(round):
+            with suppress(DataError, LookupError):
+                state = self._begin(start)
+                if state is not None:
+                    self._replay(state, since)
+                    return state.anchor, state.momentum
         _drop_contradicted(self._store, self._snapshots)
         return None
 
+    def rollback(self, to_round: int) -> Rollback:
+        """What takes a run back to the state after `to_round`. Raises LookupError if what will still be on disk after the next
+        snapshot does not lead there, as far as can be told without reading it all; DataError."""
+        going = self._snapshots.next_to_go()
+        for start, since in self._ways(to_round):
+            if start == GENESIS_ROUND or (start not in going and self.vouched(start)):
+                tokens = 0 if start == GENESIS_ROUND else self._snapshots.manifest(start).state.tokens
+                for update in filter(None, map(self._store.read_header, since)):
+                    tokens = tokens + update.tokens if update.rollback is None else update.rollback.tokens
+                return Rollback(to_round, tokens)
+        oldest = min((round for round in self._snapshots.rounds() if round not in going), default=GENESIS_ROUND)
+        raise LookupError(f"nothing that is kept leads to round {to_round}; the oldest snapshot kept is of round {oldest}")
+
+    def _ways(self, round: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """(round of a state on disk, the rounds to be folded into it to get to `round`), the shortest way first."""
+        kept, since = {GENESIS_ROUND, *self._snapshots.rounds()}, deque[int]()
+        for at in lineage(round, self._store.read_header):
+            if at in kept:
+                yield at, tuple(since)
+            since.appendleft(at)
+
     def _begin(self, start: int) -> OuterState | None:
-        if start == 0:
+        if start == GENESIS_ROUND:
             anchor = self._initial()
             return OuterState.founded(anchor) if digest_bytes(anchor.astype("<f4")) == self._founding.weights else None
         return OuterState(*self._snapshots.read_state(start)) if self.vouched(start) else None
@@ -152,10 +181,10 @@ class Rebuilder:
         own, others = _in_log(self._store, self._snapshots, round)
         return own == others
 
-    def _replay(self, state: OuterState, start: int, stop: int) -> None:
+    def _replay(self, state: OuterState, rounds: Iterable[int]) -> None:
         layout, codec, outer = self._settings
         kept = set(self._snapshots.rounds())
-        for round in range(start + 1, stop + 1):
+        for round in rounds:
             found = self._store.read_update(round)
             if found is None:
                 raise DataError(f"the update of round {round} is not on disk")

@@ -1,4 +1,5 @@
-"""`geomesh status`, `drain`, `stop`: a run as its peers tell it, and orders to it, from any machine of who may join it.
+"""`geomesh status`, `drain`, `stop`, `rollback`: a run as its peers tell it, and orders to it, from the machine of whoever may
+join it.
 
 The peer that is asked knows all the others; those that can be dialled are then asked themselves, as only they know where their
 own time goes. What the others say is told of the rest.
@@ -19,13 +20,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from geomesh_p2p.errors import GeoMeshError
+from geomesh_p2p.errors import GeoMeshError, TemporaryError
 from geomesh_p2p.lab.table import number, percent, size
 from geomesh_p2p.swarm.identity import read_secret
 from geomesh_p2p.swarm.visitor import Visitor
 
 LOOK_SECONDS = 2.0
 WARNINGS_SHOWN = 5
+ROUNDS_TO_ROLL_BACK = 3          # the round going on is committed first, and one more may be while the order is on its way
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,26 @@ def order(call: Call, verb: str, site: str = "") -> int:
     async def give() -> str:
         async with call.visitor() as visitor:
             return await visitor.order(call.address, verb, site)
+
+    print(asyncio.run(give()))
+    return 0
+
+
+def rollback(call: Call, to_round: int) -> int:
+    """0 once the run stands at the state after `to_round` again; raises as status(), TemporaryError if the order was lost."""
+
+    async def give() -> str:
+        async with call.visitor() as visitor:
+            before = (await visitor.status(call.address))["round"]
+            print(await visitor.order(call.address, "rollback", round=to_round), flush=True)
+            while True:
+                now = await visitor.status(call.address)
+                done = now["rolled_back"]
+                if done is not None and done["round"] > before and done["to_round"] == to_round:
+                    return f"round {done['round']} is committed: the model is that after round {to_round} again"
+                if now["round"] > before + ROUNDS_TO_ROLL_BACK:
+                    raise TemporaryError(f"at round {now['round']} the run has not gone back: its leader was lost, try again")
+                await asyncio.sleep(LOOK_SECONDS / 4)
 
     print(asyncio.run(give()))
     return 0
@@ -148,6 +170,8 @@ def headline(asked: dict[str, Any]) -> str:
         parts.append(f"{asked['round_seconds']:.1f} s a round")
     if asked["committed_seconds_ago"] is not None:
         parts.append(f"last commit {asked['committed_seconds_ago']:.0f} s ago")
+    if asked["rolled_back"] is not None:
+        parts.append("round {round} has the state of round {to_round}".format_map(asked["rolled_back"]))
     if asked["eta_seconds"]:
         parts.append(f"the end in about {asked['eta_seconds'] / 60:.0f} min")
     return "; ".join(parts)

@@ -21,7 +21,7 @@ from geomesh_p2p.core.anchors import state_in_log
 from geomesh_p2p.core.behind import Proof
 from geomesh_p2p.core.canonical import Digest, unpack
 from geomesh_p2p.core.events import CatchUp, ProveClaim
-from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, is_quorum
+from geomesh_p2p.core.log import BrokenChain, LogState, RoundLog, is_quorum, lineage
 from geomesh_p2p.core.ports import AdoptState, SnapshotManifest, SnapshotReceiver, SnapshotStore, Store, Unreachable
 from geomesh_p2p.core.types import PeerId, Update
 from geomesh_p2p.errors import DataError
@@ -112,10 +112,13 @@ class CatchingUp:
 
     # ---------------------------------------------------------------- a snapshot for one's own log
 
-    async def sound_snapshot(self, run: Digest, sources: Sequence[PeerId]) -> int:
-        """Get a snapshot of a round in this peer's own log from the sources, one that the log agrees with; its round, 0 if
-        nobody could help. Raises OSError."""
-        for offer in await self._offers(run, sources):
+    async def sound_snapshot(self, log: LogState, sources: Sequence[PeerId]) -> int:
+        """Get a snapshot of a round in this peer's own log from the sources, one that the log agrees with and that leads to
+        where it stands; its round, 0 if nobody could help. Raises OSError."""
+        way = set(await asyncio.to_thread(lambda: list(lineage(log.round, self._store.read_header))))
+        for offer in await self._offers(log.run, sources):
+            if offer.round not in way:
+                continue
             try:
                 following = await asyncio.to_thread(self._store.read_update, offer.round + 1)
             except DataError:
@@ -186,7 +189,8 @@ class CatchingUp:
                 return
 
     def _vouched(self, offer: Offer, headers: dict[int, Update], wanted: CatchUp) -> bool:
-        """Whether the log says that this is the state of its round; owners of what it contradicts are named."""
+        """Whether the log says that this is the state of its round, and does not go back behind it later; owners of what it
+        contradicts are named."""
         log = RoundLog(offer.manifest.state)
         try:
             for round in range(offer.round + 1, wanted.round + 1):
@@ -198,6 +202,9 @@ class CatchingUp:
             return False
         if log.round == wanted.round and log.digest != wanted.digest:
             self._name(offer.owners, f"offers a snapshot of round {offer.round} that does not lead to round {wanted.round}")
+            return False
+        since = (headers[round].rollback for round in range(offer.round + 1, wanted.round + 1))
+        if any(rollback is not None and rollback.to_round < offer.round for rollback in since):
             return False
         following = headers.get(offer.round + 1)
         said = b"" if following is None else state_in_log(following)

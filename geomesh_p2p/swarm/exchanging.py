@@ -147,7 +147,9 @@ class ExchangeDesk:
         """Bodies are on disk or void from now on."""
         self._bodies.clear()
         self._sending = None
-        if self._part_residual is not None:
+        if self._part_residual is not None and update.rollback is not None:
+            self._part_residual.forget()
+        elif self._part_residual is not None:
             self._part_residual.committed(update.body)
 
 

@@ -47,6 +47,10 @@ class PartResidual:
         """(share, values) as of the last commit, for a snapshot: not changed later. None if there is nothing."""
         return (self._share, self._values) if len(self._share) else None
 
+    def forget(self) -> None:
+        """What it is the rest of is undone."""
+        self._share, self._values, self._pending = Range(0, 0), np.zeros(0, np.float32), None
+
     def answered(self, body: Digest, share: Range, mean: Vector, part: Any) -> None:
         """`part` was this peer's answer in the update with this body; it counts once that is committed."""
         self._pending = _Pending(body, share, mean, part)

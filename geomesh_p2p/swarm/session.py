@@ -29,6 +29,7 @@ from geomesh_p2p.core.ports import (
     Made,
     MakeAnew,
     Observer,
+    RollBack,
     SaveState,
     SnapshotStore,
     Store,
@@ -37,7 +38,7 @@ from geomesh_p2p.core.ports import (
     Vector,
 )
 from geomesh_p2p.core.replica import Replica
-from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Update
+from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Rollback, Update
 from geomesh_p2p.swarm.catching_up import CatchingUp
 from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import Assembly
@@ -151,6 +152,10 @@ class Session:
     def stop_run(self) -> None:
         """Ask for the end of the whole run, soon and after the same round everywhere."""
         self._put(ev.StopWanted())
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """Ask for the state of an earlier round, for the whole run. Without effect unless this peer leads."""
+        self._put(ev.RollbackWanted(rollback))
 
     async def answer(self, sender: PeerId, fetch: msg.Request) -> msg.Fetched:
         """State is for members only: a stranger learns nothing."""
@@ -323,13 +328,22 @@ class Session:
         leader = self.around.membership.site_of(self.replica.leader)
         self.book.committed(update, self.replica.term, leader, state.tokens)
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
-        self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
+        if update.rollback is None:
+            self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
+        else:
+            self.bench.put(RollBack(update, self.around.rebuild))
+            self.around.observe(obs.RolledBack(update.round, update.rollback.to_round))
         self._anchor_at = state
         final = update.round >= self.replica.s.last_round
-        if final or update.round % self.planning.save.snapshot_every_rounds == 0:
+        if final or self._saved_by_all(update.round, update):
             self._save_snapshot(state)
         self._end_if_over(update.round)
         self._beat_now.set()
+
+    def _saved_by_all(self, round: int, update: Update | None) -> bool:
+        """Whether every peer saves a snapshot of `round`, perhaps that of `update`: a rollback's state is not made twice."""
+        rolled_back = update is not None and update.round == round and update.rollback is not None
+        return rolled_back or round % self.planning.save.snapshot_every_rounds == 0
 
     def _adopt(self, state: LogState, work: AdoptState) -> None:
         self.bench.put(work)
@@ -343,7 +357,7 @@ class Session:
 
     def _doubted(self) -> bool:
         """Whether this peer's anchor was found to be another than the most have, and is not made anew yet."""
-        return self.replica.s.checking and self._remade not in ("sound", "repaired")
+        return self.replica.s.checking and self._remade not in ("sound", "repaired", "rolled_back")
 
     def _save_snapshot(self, state: LogState) -> None:
         loop, part_residual = asyncio.get_running_loop(), self.desk.part_residual()
@@ -389,7 +403,7 @@ class Session:
                 self._hand_in(job)
         elif mine is not None:
             base, content = self.replica.log.state, None
-            if base.round % self.planning.save.snapshot_every_rounds == 0:
+            if self._saved_by_all(base.round, self.replica.s.last_update):
                 content = partial(self.around.snapshots.content, base)
             self.bench.train(plan, mine, (plan.round - 1) % self.planning.validate_every_rounds == 0, content)
 
@@ -513,7 +527,7 @@ class Session:
         while True:
             sources = [peer for peer, seen in self.replica.s.peers.items() if self.replica.s.alive(peer) and not seen.silent]
             try:
-                if await self._catching_up.sound_snapshot(self.replica.log.run, sources):
+                if await self._catching_up.sound_snapshot(self.replica.log.state, sources):
                     break
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"a snapshot could not be saved: {error}"))

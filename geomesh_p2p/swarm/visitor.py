@@ -50,9 +50,9 @@ class Visitor:
         """What the peer at `address` says. Raises ConfigError (no address of a peer), UnreachableError, RefusedError."""
         return dict(json.loads((await self._request(address, lambda proof: Fetch(STATUS, 0, proof, 0, 0))).data))
 
-    async def order(self, address: str, verb: str, site: str = "") -> str:
+    async def order(self, address: str, verb: str, site: str = "", round: int = 0) -> str:
         """Have the peer at `address` see to an order (messages.Order). What it says was done. Raises as status()."""
-        answer = await self._request(address, lambda proof: Order(verb, site, False, proof))
+        answer = await self._request(address, lambda proof: Order(verb, site, round, False, proof))
         return answer.header.decode(errors="replace")[:400]
 
     async def _request(self, address: str, make: Callable[[bytes], Request]) -> Fetched:

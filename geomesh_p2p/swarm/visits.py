@@ -1,4 +1,5 @@
-"""Questions and orders of those who take no part: `geomesh status`, `drain`, `stop`. Whoever may join the run may give them.
+"""Questions and orders of those who take no part: `geomesh status`, `drain`, `stop`, `rollback`. Whoever may join the run may
+give them.
 
 A visitor proves what a newcomer proves: the join secret, or a peer id that is allowed. A question is answered in JSON: what the
 peer says of itself, and how it sees the others: their newest heartbeats, the links to them, and where they can be asked
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from geomesh_p2p.core.messages import Fetch, Fetched, Order, Request
@@ -29,12 +30,14 @@ PASS_ON_SECONDS = 5.0
 @dataclass(frozen=True)
 class Host:
     """What this peer can say and do: `own` is what it says of itself, `leader` whom it follows ("" if nobody), `leave(why)`
-    lets it leave the run, `stop_run()` ends the run for all."""
+    lets it leave the run, `stop_run()` ends the run for all. `roll_back(round)` has the run go back, if this peer leads it and
+    can: whether it will, in words."""
 
     own: Callable[[], dict[str, Any]]
     leader: Callable[[], PeerId]
     leave: Callable[[str], None]
     stop_run: Callable[[], None]
+    roll_back: Callable[[int], Awaitable[tuple[bool, str]]]
 
 
 class Visits:
@@ -75,6 +78,14 @@ class Visits:
                 log.info("told to stop the run by %s", giver)
                 self._host.stop_run()
                 return _said(True, "the run stops after the round going on; every peer saves, and ends with exit code 0")
+            case "rollback":
+                leader = self._host.leader()
+                if not leader:
+                    return _said(False, "there is no leader now: try again when geomesh status shows one")
+                if leader != self._membership.me.peer:
+                    return await self._pass_on(leader, order) or _said(False, "the leader does not answer: try again")
+                log.info("told to roll back to round %d by %s", order.round, giver)
+                return _said(*await self._host.roll_back(order.round))
         return _said(False, f"{order.verb[:32]!r} is no order")
 
     async def _pass_on(self, peer: PeerId, order: Order) -> Fetched | None:
@@ -84,7 +95,7 @@ class Visits:
             return None
         proof = self._membership.admission.proof(self._membership.me.peer, peer)
         try:
-            return await self._transport.request(peer, Order(order.verb, order.site, True, proof), PASS_ON_SECONDS)
+            return await self._transport.request(peer, replace(order, passed_on=True, proof=proof), PASS_ON_SECONDS)
         except Unreachable:
             return None
 

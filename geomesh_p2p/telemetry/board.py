@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ class StatusBoard:
         self._leader, self._term = "", 0
         self._perplexity: tuple[int, float] | None = None
         self._plan: Plan | None = None
+        self._rolled_back: seen.RolledBack | None = None
         self._training: seen.TrainingProgress | None = None
         self._exchange: seen.ExchangeProgress | None = None
         self._rounds: deque[seen.RoundCommitted] = deque(maxlen=ROUNDS_KEPT)
@@ -61,6 +63,8 @@ class StatusBoard:
                 self._rounds.clear()
             case seen.Validated():
                 self._perplexity = event.round, event.perplexity
+            case seen.RolledBack():
+                self._rolled_back = event
             case seen.LeaderChanged():
                 self._leader, self._term = event.leader, event.term
             case seen.Warned():
@@ -91,6 +95,7 @@ class StatusBoard:
             "digest": self._digest,
             "term": self._term,
             "leader": self._leader,
+            "rolled_back": None if self._rolled_back is None else asdict(self._rolled_back),
             "committed_seconds_ago": None if self._committed_at is None else now - self._committed_at,
             "round_seconds": seconds,
             "eta_seconds": None if seconds is None else max(0, self._goal - self._round) * seconds,

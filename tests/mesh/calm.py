@@ -22,6 +22,7 @@ from geomesh_p2p.core.ports import (
     LocalRound,
     MakeAnew,
     Mesh,
+    RollBack,
     SaveState,
     TrainRound,
     ValidateAll,
@@ -30,7 +31,7 @@ from geomesh_p2p.core.types import Founding, Timing
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.rounds import NO_WORK
 from geomesh_p2p.swarm.virtual_time import run_virtual
-from geomesh_p2p.train import LocalModel, adopt, fold, hash_part, inner_round, make_anew, validate_anchor
+from geomesh_p2p.train import LocalModel, adopt, fold, hash_part, inner_round, make_anew, roll_back, validate_anchor
 from tests.mesh.toy import SIZE, ToyEngine, ToyPeer
 
 
@@ -59,11 +60,20 @@ class CalmPeer(ToyPeer):
                     mesh.contribute(work.plan, await self._inner_round(mesh, model, work))
                 case FoldUpdate():
                     spent = fold(model, work)
-                    self.states[model.round] = digest_bytes(model.state.anchor, model.state.momentum)
-                    mesh.folded(work.update, *hash_part(model), spent)
+                    if not model.lost:
+                        self.states[model.round] = digest_bytes(model.state.anchor, model.state.momentum)
+                        mesh.folded(work.update, *hash_part(model), spent)
+                case RollBack():
+                    outcome = await asyncio.to_thread(roll_back, model, work)
+                    if not model.lost:
+                        self.states[model.round] = digest_bytes(model.state.anchor, model.state.momentum)
+                        mesh.folded(work.update, *hash_part(model), 0.0)
+                    mesh.made_anew(model.round, outcome)
                 case AdoptState():
                     adopt(model, work)
                     self.states[model.round] = digest_bytes(model.state.anchor, model.state.momentum)
+                case SaveState() if model.lost:
+                    pass
                 case SaveState():
                     state = (model.state.anchor, model.state.momentum, model.residual, model.engine.save_inner)
                     await asyncio.to_thread(work.write, *state)
@@ -118,10 +128,10 @@ def calm_mesh(
     return [CalmPeer(network, folder, name, run, founding, seconds_per_sequence, **shared) for name in names]
 
 
-async def until(condition: Callable[[], Any], limit_seconds: float = 600.0) -> None:
+async def until(condition: Callable[[], Any], limit_seconds: float = 600.0, look_seconds: float = 0.05) -> None:
     async with asyncio.timeout(limit_seconds):
         while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(look_seconds)
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -8,6 +8,8 @@ transports, slow donors, joiners, leavers. Half of the schedules then heal, and 
 --faults of them made a difference is drawn again, from the same seed. What must never happen is checked while it runs
 (`Violation`), and again from the recorded histories (tests/mesh/checker.py). The exchange is abstract: a member has the
 update once the bytes of all contributions could have travelled to it; an update's body is a hash of what went into it.
+
+In every fourth schedule an operator also orders rollbacks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.rules import RULES
-from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rules, Timing, Update
+from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rollback, Rules, Timing, Update
 from tests.injection.proof import injecting
 from tests.mesh.bulk import Bulk, Node
 from tests.mesh.checker import Violation, check_histories
@@ -93,8 +95,11 @@ class World(Bulk, Faults, Watch):
         if not self.rules.on("found_once"):
             self.network.groups = {self.sites[name]: island for name, island in islands.items()}
             self.at(10.0, "heal_network", None)
+        self.orders = Random(f"orders of {seed}/{draw}")     # of their own: other schedules are as they are without orders
         if scripted:
             self.faults()
+            for _ in range(self.orders.choice((0, 0, 0, 3))):
+                self.at(self.orders.uniform(5.0, FAULTS_END), "order", None)
 
     # -------------------------------------------------------------- time
 
@@ -180,6 +185,12 @@ class World(Bulk, Faults, Watch):
         for other in self.nodes:
             if other != node.peer:
                 self.send(node, other, beat)
+
+    def on_order(self, _: Any) -> None:
+        leader = next((node for node in self.nodes.values() if node.replica is not None and node.replica.is_leader), None)
+        if leader is not None and leader.replica is not None and leader.replica.round > 0 and not self.held_up(leader):
+            to_round = self.orders.randrange(leader.replica.round)
+            self.handle(leader, ev.RollbackWanted(Rollback(to_round, 0)))
 
     def on_tick(self, what: tuple[PeerId, int]) -> None:
         node = self.alive(*what)
@@ -309,6 +320,10 @@ class World(Bulk, Faults, Watch):
             node.disk.held = None
         node.exchanges = {key: e for key, e in node.exchanges.items() if e.plan.round >= update.round - 1}
         node.training, node.contribution = None, None
+        if update.rollback is not None:
+            self.counts["rollback"] += 1
+            made = ev.StateChecked(update.round, "rolled_back")
+            self.at(self.now + self.orders.choice((0.05, 0.5, 3.0)), "event", (node.peer, node.life, made))
 
     def do_NeedPlan(self, node: Node, action: ev.NeedPlan) -> None:
         assert node.replica is not None

@@ -15,14 +15,12 @@ from geomesh_p2p.config import OuterSection, RunConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
-from geomesh_p2p.core.log import RoundLog
 from geomesh_p2p.core.observations import Warned
-from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import InnerResult, Mesh
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.types import NO_TERM, Assignment, BatchTime, Founding, Plan, Profile, Range, Timing
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
-from geomesh_p2p.engine.resume import Rebuilder
+from geomesh_p2p.engine.resume import Rebuilder, resume
 from geomesh_p2p.swarm.budgets import Complaints
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
@@ -49,6 +47,9 @@ class ToyEngine:
 
     def set_weights(self, anchor: Any) -> None:
         self.values[:] = anchor
+
+    def initial_weights(self) -> Any:
+        return np.zeros(self.parameters, np.float32)
 
     def measure(self) -> tuple[BatchTime, ...]:
         return tuple(BatchTime(b, b * self.seconds_per_sequence) for b in (1, 2, 4, 8))
@@ -79,6 +80,9 @@ class ToyEngine:
 
     def load_inner(self, path: str) -> None:
         assert Path(path).read_bytes() == b"inner"
+
+    def forget_inner(self) -> None:
+        pass
 
 
 def toy_run(residual: bool = False, **planner: Any) -> RunConfig:
@@ -155,15 +159,10 @@ class ToyPeer:
         """A session and a model from what the folder holds."""
         self.store = self.make_store()
         snapshots, engine, run, timing = self.make_snapshots(), self.make_engine(), self.run, self.timing
-        initial, snapshot = engine.weights().copy(), snapshots.newest()
-        state = OuterState(snapshot.anchor, snapshot.momentum) if snapshot else OuterState.founded(initial.copy())
-        log = RoundLog(snapshot.manifest.state) if snapshot else RoundLog.founded(self.founding)
-        model = LocalModel(self.peer, self.name, engine, self.layout, state, run.codec, OuterSection(), None, log.round)
-        while (found := self.store.read_update(log.round + 1)) is not None:
-            log.append(found[0])
-            apply_update(state, self.layout, run.codec, OuterSection(), *found)
-        model.round = log.round
-        self.model = model
+        of = (self.layout, run.codec, OuterSection())
+        resumed = resume(self.store, snapshots, engine, self.founding, of)
+        log, state = resumed.log, resumed.state
+        self.model = model = LocalModel(self.peer, self.name, engine, *of[:1], state, *of[1:], resumed.residual, log.round)
         held = self.store.load_held()
         self.transport = transport = self.make_transport()
         transport.run = self.founding.run
@@ -181,7 +180,7 @@ class ToyPeer:
             timing=timing, trains=self.trains, min_peers=run.run.min_peers, final_round=run.run.rounds, seed=1
         )
         durable = self.store.load_durable() or Durable(NO_TERM, False)
-        replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings)
+        replica = Replica(self.peer, self.name, log, durable, held[0] if held else None, settings, resumed.newest_ever)
         around = Surroundings(
             transport=transport,
             store=self.store,
@@ -190,10 +189,7 @@ class ToyPeer:
             links=transport.links,
             observe=self.events.append,
             history=self.note,
-            rebuild=Rebuilder(
-                self.store, snapshots, lambda: initial, self.founding,
-                (self.layout, run.codec, OuterSection()),
-            ),
+            rebuild=Rebuilder(self.store, snapshots, engine.initial_weights, self.founding, of),
             clock=self.clock,
         )
         session = Session(

@@ -51,7 +51,7 @@ class Scene:
 
     async def order(self, verb: str, site: str = "", sender: str = "visitor", passed_on: bool = False) -> Any:
         proof = self.membership.admission.proof(sender, "me")
-        return await self.visits.answer(sender, Order(verb, site, passed_on, proof))
+        return await self.visits.answer(sender, Order(verb, site, 0, passed_on, proof))
 
 
 async def test_a_question_is_answered_for_whoever_may_join() -> None:
@@ -75,7 +75,7 @@ async def test_a_question_is_answered_for_whoever_may_join() -> None:
 @pytest.mark.parametrize("what", ["status", "drain", "stop"])
 async def test_nobody_else_learns_or_does_anything(admission: Admission, proof: bytes, why: str, what: str) -> None:
     scene = Scene(admission)
-    asked = Fetch(what, 0, proof, 0, 0) if what == "status" else Order(what, "a", False, proof)
+    asked = Fetch(what, 0, proof, 0, 0) if what == "status" else Order(what, "a", 0, False, proof)
     told = await scene.visits.answer("visitor", asked)
     assert told is not None
     assert not told.found
@@ -100,7 +100,7 @@ async def test_a_drain_of_another_site_is_passed_on_in_this_peers_name() -> None
     scene = Scene()
     scene.transport.answers["other"] = Fetched(True, b"b leaves", 0, 0, b"", 0)
     assert (await scene.order("drain", "b")).header == b"b leaves"
-    assert scene.transport.passed == [("other", Order("drain", "b", True, SECRET.proof("me", "other")))]
+    assert scene.transport.passed == [("other", Order("drain", "b", 0, True, SECRET.proof("me", "other")))]
     assert scene.done == []
 
 

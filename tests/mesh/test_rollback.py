@@ -1,0 +1,197 @@
+"""A run that goes back to an earlier round: a round of its own in the log, the same for whoever is there, away, new or hit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from geomesh_p2p.core.log import Credited
+from geomesh_p2p.core.types import Range, Rollback
+from geomesh_p2p.engine.resume import Rebuilder
+from geomesh_p2p.engine.snapshots import Snapshots
+from tests.injection.proof import fired, inject
+from tests.mesh.calm import CalmPeer, until, virtual
+from tests.mesh.test_comings import equal_states, kill, mesh_of, round_of, run_of, stop
+
+
+async def roll_back(peers: list[CalmPeer], to_round: int) -> int:
+    """As an operator's order does. Returns the round that went back, once `peers` have committed it and one more."""
+    leader = next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
+    assert leader.session is not None
+    rebuild = leader.session.around.rebuild
+    assert isinstance(rebuild, Rebuilder)
+    leader.session.roll_back(rebuild.rollback(to_round))
+    begun = leader.session.replica.round
+    await until(lambda: all(any(note.get("rolled_back_to") == to_round for note in since(peer, begun)) for peer in peers))
+    round = next(note["round"] for note in since(leader, begun) if "rolled_back_to" in note)
+    await until(lambda: all(round_of(peer) > round for peer in peers))
+    return int(round)
+
+
+def since(peer: CalmPeer, round: int) -> list[dict[str, object]]:
+    return [note for note in peer.commits() if note["round"] > round]
+
+
+def contributors(peer: CalmPeer, round: int) -> list[str]:
+    return [c["site"] for note in peer.commits() if note["round"] == round for c in note["contributors"]]
+
+
+async def begun(folder: Path, names: str, after_round: int, **settings: int) -> tuple[list[CalmPeer], list[str]]:
+    peers, everybody = mesh_of(folder, names, run_of(**settings))
+    for peer in peers:
+        peer.start(everybody)
+    await until(lambda: all(round_of(peer) >= after_round for peer in peers))
+    return peers, everybody
+
+
+@virtual
+async def test_every_peer_has_the_earlier_state_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abc", 7, every=4)
+    went = await roll_back(peers, 5)
+    assert {peer.states[went] for peer in peers} == {peers[0].states[5]}
+    assert peers[0].states[went - 1] != peers[0].states[went]
+    await until(lambda: all(round_of(peer) >= went + 6 for peer in peers))
+    assert equal_states(peers) >= went + 5
+    assert contributors(peers[0], went) == []
+    assert contributors(peers[0], went + 2) == ["a", "b", "c"]
+    trained = Credited()
+    for note in peers[0].commits():
+        for c in note["contributors"]:
+            for r in c["ranges"]:
+                trained.add(Range(*r) if not isinstance(r, Range) else r)  # raises if a range is credited twice
+    await stop(peers)
+
+
+@virtual
+async def test_a_rollback_can_itself_be_undone(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abc", 6, every=2)
+    there = round_of(peers[0])
+    went = await roll_back(peers, 4)
+    again = await roll_back(peers, there)
+    assert peers[0].states[went] == peers[0].states[4]
+    assert {peer.states[again] for peer in peers} == {peers[0].states[there]}
+    await until(lambda: all(round_of(peer) >= again + 3 for peer in peers))
+    equal_states(peers)
+    await stop(peers)
+
+
+@virtual
+async def test_the_tokens_of_what_is_undone_do_not_count(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abc", 6)
+    tokens = {note["round"]: sum(c["tokens"] for c in note["contributors"]) for note in peers[0].commits()}
+    went = await roll_back(peers, 4)
+    for peer in peers:
+        assert peer.session is not None
+        later = sum(sum(c["tokens"] for c in note["contributors"]) for note in since(peer, went))
+        assert peer.session.replica.log.tokens == sum(tokens[round] for round in range(1, 5)) + later
+    await stop(peers)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("keep_updates", [50, 1], ids=["by the updates", "by a snapshot"])
+@virtual
+async def test_a_peer_that_was_away_goes_back_too(tmp_path: Path, keep_updates: int) -> None:
+    peers, everybody = await begun(tmp_path, "abcd", 6, every=2, keep_updates=keep_updates)
+    away = peers[3]
+    await kill(away)
+    await until(lambda: round_of(peers[0]) >= 9)
+    went = await roll_back(peers[:3], 8)
+    await until(lambda: all(round_of(peer) >= went + 5 for peer in peers[:3]))
+    away.start(everybody)
+    await until(lambda: "d" in contributors(peers[0], round_of(peers[0])))
+    assert equal_states(peers)
+    await stop(peers)
+
+
+@pytest.mark.parametrize("keep_updates", [50, 1], ids=["by the updates", "by a snapshot"])
+@virtual
+async def test_a_newcomer_comes_in_after_a_rollback(tmp_path: Path, keep_updates: int) -> None:
+    peers, everybody = mesh_of(tmp_path, "abcn", run_of(every=3, keep_updates=keep_updates))
+    for peer in peers[:3]:
+        peer.start(everybody)
+    await until(lambda: round_of(peers[0]) >= 8)
+    went = await roll_back(peers[:3], 6)
+    peers[3].start(everybody)
+    await until(lambda: "n" in contributors(peers[0], round_of(peers[0])))
+    assert round_of(peers[0]) > went
+    assert equal_states(peers)
+    await stop(peers)
+
+
+@pytest.mark.fault
+@virtual
+async def test_all_stopped_right_after_it_and_started_again_stand_at_the_earlier_state(tmp_path: Path) -> None:
+    peers, everybody = await begun(tmp_path, "abc", 7, every=4)
+    went = await roll_back(peers, 5)
+    for peer in peers:
+        await kill(peer)
+    for snapshots in (Snapshots(peer.folder / peer.name) for peer in peers):
+        snapshots.drop(went)  # as if they had been killed before it was saved
+    at = min(round_of(peer) for peer in peers)
+    for peer in peers:
+        peer.start(everybody)
+    await until(lambda: all(round_of(peer) >= at + 3 for peer in peers))
+    assert equal_states(peers, at)
+    await stop(peers)
+
+
+@pytest.mark.fault
+@virtual
+async def test_a_peer_that_lost_the_earlier_state_takes_it_from_the_others(tmp_path: Path) -> None:
+    """Its old snapshots and updates are gone; it trains nothing before it has a sound one."""
+    peers, _ = await begun(tmp_path, "abcd", 9, every=4)
+    poor = next(peer for peer in peers if peer.session is not None and not peer.session.replica.is_leader)
+    snapshots = Snapshots(poor.folder / poor.name)
+
+    def lose() -> None:
+        for round in snapshots.rounds():
+            snapshots.drop(round)
+        poor.store.prune(8)
+
+    inject(lose)
+    fired(snapshots.rounds() == [] and 7 not in poor.store.rounds(), "snapshots and updates are gone")
+    went = await roll_back(peers, 6)
+    await until(lambda: poor.name in contributors(peers[0], round_of(peers[0])))
+    assert any(getattr(event, "reason", "") == "anchor_lost" for event in poor.events)
+    rounds = [note["round"] for note in peers[0].commits() if note["round"] > went]
+    assert poor.name not in contributors(peers[0], rounds[0])
+    await until(lambda: round_of(poor) >= rounds[-1] + 3)
+    assert equal_states(peers, went)
+    await stop(peers)
+
+
+@virtual
+async def test_what_the_next_snapshot_deletes_is_no_way_back(tmp_path: Path) -> None:
+    """Else the state would be gone by the time that the round going on is committed."""
+    peers, _ = await begun(tmp_path, "abc", 9, every=4, keep_updates=1)
+    assert peers[0].session is not None
+    rebuild = peers[0].session.around.rebuild
+    assert isinstance(rebuild, Rebuilder)
+    kept = Snapshots(peers[0].folder / "a").rounds()
+    assert isinstance(rebuild.rollback(kept[1]), Rollback)
+    with pytest.raises(LookupError, match=f"the oldest snapshot kept is of round {kept[1]}"):
+        rebuild.rollback(kept[0])
+    await stop(peers)
+
+
+@pytest.mark.fault
+@virtual
+async def test_a_leader_lost_in_the_middle_leaves_one_history(tmp_path: Path) -> None:
+    """Held by a quorum it is committed by the successor; not held it never was. Either way all agree and go on."""
+    peers, _ = await begun(tmp_path, "abc", 6)
+    leader = next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
+    assert leader.session is not None
+    rebuild = leader.session.around.rebuild
+    assert isinstance(rebuild, Rebuilder)
+    replica = leader.session.replica
+    leader.session.roll_back(rebuild.rollback(4))
+    await until(lambda: replica.held is not None and replica.held.update.rollback is not None, look_seconds=0.001)
+    round = replica.round + 1
+    await kill(leader)
+    others = [peer for peer in peers if peer is not leader]
+    await until(lambda: all(round_of(peer) >= round + 4 for peer in others))
+    went = {note.get("rolled_back_to") for peer in others for note in peer.commits() if note["round"] == round}
+    assert went == {4}, "both others had been told to hold it, and one of them leads now"
+    assert equal_states(others)
+    await stop(peers)
