@@ -91,6 +91,9 @@ class LightEngine:
     def load_inner(self, path: str) -> None:
         json.loads(Path(path).read_text())
 
+    def forget_inner(self) -> None:
+        pass
+
 
 if __name__ == "__main__":
     parameters = int(os.environ.get("LIGHT_PARAMETERS", "100000"))

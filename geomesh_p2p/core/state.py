@@ -232,5 +232,5 @@ def commit_fields(update: Update) -> dict[str, Any]:
         "topology": update.topology,
         "shares": update.shares,
         "body": update.body,
-        **({} if update.rollback is None else {"rolled_back_to": update.rollback.to_round}),
+        **({} if update.rollback is None else {"rollback": update.rollback}),
     }

@@ -250,6 +250,8 @@ def recompute_digest(line: Line) -> str | None:
     ]
     base, body = bytes.fromhex(line["base"]), bytes.fromhex(line["body"])
     content: list[Any] = ["round", base, line.round, line["topology"], line["shares"], contributors, body]
+    if (rollback := line.get("rollback")) is not None:
+        content = ["rollback", base, line.round, [rollback["to_round"], rollback["tokens"]]]
     return hashlib.blake2b(msgpack.packb(content, use_bin_type=True), digest_size=32).hexdigest()
 
 
@@ -412,6 +414,24 @@ def check_tokens(run: Run, remarks: list[str]) -> Iterator[Violation]:
                 yield Violation(6, text, (item["site"],), number)
 
 
+def check_rollbacks(run: Run, remarks: list[str]) -> Iterator[Violation]:
+    """A rollback says what the model had been trained on after the round that it goes back to."""
+    tokens = {0: 0}
+    for number, entries in sorted(run.commits.items()):
+        line = entries[0][1]
+        if (rollback := line.get("rollback")) is None:
+            if number - 1 in tokens:
+                tokens[number] = tokens[number - 1] + sum(int(item["tokens"]) for item in line["contributors"])
+            continue
+        to_round, said = int(rollback["to_round"]), int(rollback["tokens"])
+        if not 0 <= to_round < number - 1 or line["contributors"]:
+            yield Violation(4, f"goes back to round {to_round} with {len(line['contributors'])} contributors", (), number)
+        if tokens.get(to_round, said) != said:
+            yield Violation(6, f"goes back to round {to_round} with {said} tokens, which had {tokens[to_round]}", (), number)
+        tokens[number] = said
+        remarks.append(f"round {number} went back to the state after round {to_round}")
+
+
 CHECKS: tuple[Check, ...] = (
     check_digests,
     check_seals,
@@ -426,4 +446,5 @@ CHECKS: tuple[Check, ...] = (
     check_plan_quorums,
     check_ranges,
     check_tokens,
+    check_rollbacks,
 )

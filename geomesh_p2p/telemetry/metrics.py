@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "phase": (Gauge, ("phase",), "1 for the phase this peer is in"),
     "rounds_committed": (Counter, (), "Rounds committed by this process: begins at zero with it, for rate()"),
     "rounds_discarded": (Counter, ("reason",), "Attempts given up"),
+    "rollbacks": (Counter, (), "Rollbacks to the state after an earlier round"),
     "digest_mismatches": (Counter, (), "Digests that differed from another peer's"),
     "seconds": (Counter, ("phase",), "Where the time of committed rounds went"),
     "round_goal": (Gauge, (), "The run's last round (run.rounds)"),
@@ -214,6 +215,8 @@ class Metrics:
                     if remote not in self._gone:
                         self._remotes.add(remote)
                         self._of("agreement_share", remote=remote).set(share)
+            case seen.RolledBack():
+                self._of("rollbacks").inc()
             case seen.CaughtUpTo():
                 self._of("catch_up_rounds").inc(event.rounds)
                 self._of("round").set(event.round)

@@ -24,6 +24,7 @@ METRICS_KINDS: dict[type, str] = {
     seen.PlanAdopted: "plan",
     seen.RoundCommitted: "round",
     seen.RoundDiscarded: "discarded",
+    seen.RolledBack: "rolled_back",
     seen.Validated: "validated",
     seen.PeerJoined: "joined",
     seen.PeerLost: "lost",
@@ -172,6 +173,8 @@ def describe(event: Any) -> str:
             )
         case seen.RoundDiscarded():
             return f"round {event.round}: attempt {event.attempt} discarded: {event.reason.replace('_', ' ')}"
+        case seen.RolledBack():
+            return f"round {event.round}: the state after round {event.to_round} once more, by order"
         case seen.Validated():
             return f"perplexity of round {event.round}: {event.perplexity:.3f}" if event.final else ""
         case seen.PeerJoined():

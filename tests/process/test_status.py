@@ -132,7 +132,30 @@ def test_a_site_that_another_peer_is_asked_to_drain_leaves_in_good_order(mesh: S
     mesh.together()
 
 
+def test_the_whole_run_goes_back_to_an_earlier_round_by_order(mesh: Sites) -> None:
+    mesh.advance(2)
+    there = max(site.round for site in mesh)
+    target = there - 1
+    done = call(mesh, "rollback", "--to-round", str(target), "--join-secret-file", "secret")
+    assert done.returncode == 0, done.stderr
+    assert f"the model is that after round {target} again" in done.stdout
+    mesh.advance(3)
+    went = {site.name: [one for one in site.history("commit") if "rollback" in one] for site in mesh}
+    rounds = {one["round"] for commits in went.values() for one in commits}
+    assert all(len(commits) == 1 for commits in went.values())
+    assert len(rounds) == 1
+    assert rounds.pop() > there
+    assert told(mesh)["asked"]["rolled_back"]["to_round"] == target
+    folders = [str(site.folder) for site in mesh]
+    verify = subprocess.run([*GEOMESH, "history", "verify", *folders], capture_output=True, text=True, timeout=120)
+    assert verify.returncode == 0, verify.stdout
+    assert f"went back to the state after round {target}" in verify.stdout
+
+
 @pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["rollback", "--to-round", "99999", "--join-secret-file", "secret"], 5, "--to-round takes an earlier one"),
+    (["rollback", "--to-round", "-1", "--join-secret-file", "secret"], 5, "--to-round takes an earlier one"),
+    (["rollback", "--to-round", "1"], 5, "the join secret was not proved"),
     (["drain", "nowhere", "--join-secret-file", "secret"], 5, "no site 'nowhere' here: there are b, a, c"),
     (["drain", "c"], 5, "the join secret was not proved"),
     (["stop"], 5, "the join secret was not proved"),

@@ -46,12 +46,21 @@ class Scene:
         me = Self("me", "a", True, FOUNDING.fingerprint, {}, FOUNDING)
         self.membership = Membership(me, admission, lambda *_: None, 5.0)
         self.membership.known["other"] = Acquaintance("other", "b", True, 0.0)
-        host = Host(lambda: {"site": "a"}, lambda: self.leader, self.done.append, lambda: self.done.append("stop"))
+        def stop() -> None:
+            self.done.append("stop")
+
+        host = Host(lambda: {"site": "a"}, lambda: self.leader, self.done.append, stop, self.roll_back)
         self.visits = Visits(self.membership, self.transport, host)  # type: ignore[arg-type]
 
-    async def order(self, verb: str, site: str = "", sender: str = "visitor", passed_on: bool = False) -> Any:
+    async def roll_back(self, round: int) -> tuple[bool, str]:
+        self.done.append(f"back to {round}")
+        return round < 7, "in words"
+
+    async def order(
+        self, verb: str, site: str = "", sender: str = "visitor", passed_on: bool = False, round: int = 0
+    ) -> Any:
         proof = self.membership.admission.proof(sender, "me")
-        return await self.visits.answer(sender, Order(verb, site, 0, passed_on, proof))
+        return await self.visits.answer(sender, Order(verb, site, round, passed_on, proof))
 
 
 async def test_a_question_is_answered_for_whoever_may_join() -> None:
@@ -72,7 +81,7 @@ async def test_a_question_is_answered_for_whoever_may_join() -> None:
     (SECRET, SECRET.proof("visitor", "another"), "join secret"),
     (Admission(frozenset({"friend"})), b"", "allow list"),
 ])  # fmt: skip
-@pytest.mark.parametrize("what", ["status", "drain", "stop"])
+@pytest.mark.parametrize("what", ["status", "drain", "stop", "rollback"])
 async def test_nobody_else_learns_or_does_anything(admission: Admission, proof: bytes, why: str, what: str) -> None:
     scene = Scene(admission)
     asked = Fetch(what, 0, proof, 0, 0) if what == "status" else Order(what, "a", 0, False, proof)
@@ -137,3 +146,24 @@ async def test_what_was_passed_on_goes_no_further() -> None:
 
 async def test_other_words_are_no_order() -> None:
     assert "'format' is no order" in (await Scene().order("format")).header.decode()
+
+
+async def test_a_rollback_is_for_the_leader_alone() -> None:
+    scene = Scene()
+    assert "the leader does not answer" in (await scene.order("rollback", round=3)).header.decode()
+    scene.transport.answers["other"] = Fetched(True, b"b will", 0, 0, b"", 0)
+    assert (await scene.order("rollback", round=3)).header == b"b will"
+    assert scene.transport.passed[-1] == ("other", Order("rollback", "", 3, True, SECRET.proof("me", "other")))
+    assert scene.done == []
+    scene.leader = ""
+    assert "there is no leader now" in (await scene.order("rollback", round=3)).header.decode()
+    assert scene.done == []
+
+
+@pytest.mark.parametrize(("round", "will"), [(3, True), (8, False)])
+async def test_the_leader_says_whether_it_can_go_back(round: int, will: bool) -> None:
+    scene = Scene()
+    scene.leader = "me"
+    told = await scene.order("rollback", round=round)
+    assert (told.found, told.header) == (will, b"in words")
+    assert scene.done == [f"back to {round}"]
