@@ -156,12 +156,16 @@ def _peer(args: argparse.Namespace) -> int:
     folder = Path(config.run.folder) / config.run.id / site.name
     if args.first and not site.config.site.trains:
         raise ConfigError(f"{site.path}: site.trains = false: an observer cannot found a run: start it with --bootstrap")
-    if not args.first and not config.net.seeds and not (folder / "founding.record").exists():
+    holds_a_run = (folder / "founding.record").exists()
+    if args.fork_from is not None and not holds_a_run:
+        raise ConfigError(f"--fork-from {args.fork_from}: {folder} holds no run: start this where a peer of the old run was")
+    if not args.first and not config.net.seeds and not holds_a_run:
         raise ConfigError("net.seeds is empty: give an address with --bootstrap, or pass --first to start a new run")
     from geomesh_p2p.peer import PeerOptions, run_peer, torch_engine
 
     options = PeerOptions(
         first=args.first,
+        fork_from=args.fork_from,
         control_fd_in=args.control_fd_in,
         control_fd_out=args.control_fd_out,
         log_format=args.log_format,
@@ -334,6 +338,8 @@ def _parser() -> _Parser:
     peer.add_argument("--site", required=True, metavar="FILE", help="site file: where this peer runs")
     start = peer.add_mutually_exclusive_group()
     start.add_argument("--first", action="store_true", help="found the run")
+    about_fork = "found a new run from the state after ROUND of the run in this site's folder, which is moved aside"
+    peer.add_argument("--fork-from", type=int, metavar="ROUND", help=about_fork)
     about_seeds = "peers of the run (also by giving the option several times); @FILE: waits for that file, and reads it again"
     start.add_argument("--bootstrap", nargs="+", action="extend", metavar="ADDR", help=about_seeds)
     peer.add_argument("--address-file", default="", metavar="FILE", help="write this peer's address there once it listens")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
-from geomesh_p2p.core.canonical import digest
+from geomesh_p2p.core.canonical import Digest, digest
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
@@ -26,6 +26,7 @@ from geomesh_p2p.core.types import NO_TERM, Founding, PeerId, Profile, Timing
 from geomesh_p2p.doctor import preflight
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import Made, move_aside, replace_text, require_space
+from geomesh_p2p.engine.forking import fork
 from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
@@ -38,7 +39,7 @@ from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
 from geomesh_p2p.swarm.front_door import FrontDoor
-from geomesh_p2p.swarm.identity import read_secret
+from geomesh_p2p.swarm.identity import load_identity, read_secret
 from geomesh_p2p.swarm.joining import found, join, keep_meeting
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
 from geomesh_p2p.swarm.offload import in_own_thread
@@ -76,6 +77,7 @@ class PeerOptions:
     """What only the command line says."""
 
     first: bool = False
+    fork_from: int | None = None
     control_fd_in: int | None = None
     control_fd_out: int | None = None
     log_format: logs.LogFormat = "console"
@@ -90,6 +92,8 @@ def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine
     require_space(folder, 0)
     if run.run.fresh and (aside := move_aside(folder)) is not None:
         print(f"geomesh: the old folder was moved to {aside}", file=sys.stderr)
+    if options.fork_from is not None and (aside := _fork(run, site, folder, options.fork_from, make_engine)) is not None:
+        print(f"geomesh: a new run goes on from round {options.fork_from}; the old one was moved to {aside}", file=sys.stderr)
     peer = Peer(run, site, options, folder, make_engine)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(peer.main())
@@ -97,6 +101,20 @@ def run_peer(run: RunConfig, site: SiteConfig, options: PeerOptions, make_engine
         logging.shutdown()
         os._exit(code)  # the interpreter's own end would meet a thread that is still at work in native code
     return code
+
+
+def _fork(run: RunConfig, site: SiteConfig, folder: Path, round: int, make_engine: MakeEngine) -> Path | None:
+    engine, founder = make_engine(run, site, lambda event: None), load_identity(folder / "identity.key").peer
+    return fork(folder, round, (fingerprint_of(words(run, engine)), founder), engine, (engine.layout, run.codec, run.outer))
+
+
+def words(run: RunConfig, engine: LocalEngine) -> dict[str, str]:
+    """What all peers of a run have in common, by name."""
+    return {"run.id": run.run.id, **engine.settings}
+
+
+def fingerprint_of(settings: dict[str, str]) -> Digest:
+    return digest("settings", list(settings.items()))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -201,9 +219,8 @@ class Peer:
     async def _take_part(self, store: DiskStore, transport: Libp2pTransport, front: FrontDoor) -> int:
         engine = await self._beside(lambda: self.make_engine(self.run, self.site, self.observe))
         await self._calibrate(engine)
-        settings_in_words = {"run.id": self.run.run.id, **engine.settings}
-        fingerprint = digest("settings", list(settings_in_words.items()))
-        me = Self(transport.peer, self.name, self.site.site.trains, fingerprint, settings_in_words)
+        common = words(self.run, engine)
+        me = Self(transport.peer, self.name, self.site.site.trains, fingerprint_of(common), common)
         membership = Membership(me, self.admission, transport.send, self.run.net.heartbeat_limit_seconds, front.complain)
         membership.most_members = self.run.net.most_peers
         front.membership = membership
@@ -443,6 +460,9 @@ class Peer:
         if resumed.log.round == 0:
             first = {"base": founding.base, "founder": founding.founder, "view": [founding.founder]}
             history.write("founding", first, founding.run)
+        elif founding.fork is not None and founding.fork.round == resumed.log.round:
+            begun = {"round": resumed.log.round, "digest": resumed.log.digest, "view": resumed.log.voters}
+            history.write("adopt", begun, founding.run)
         settings = (engine.layout, self.run.codec, self.run.outer)
         self.rebuilder = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)
         around = Surroundings(

@@ -42,14 +42,25 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """From where a run goes on that is not its own: the state of another `run` after `round`."""
+
+    run: Digest
+    round: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
 class Founding:
-    """Round 0, written once by the founder. `run` (its hash) is carried by every frame and record."""
+    """Round 0, written once by the founder. `run` (its hash) is carried by every frame and record. A fork begins with the
+    founder's snapshot of a later round; the others take it as any newcomer does."""
 
     fingerprint: Digest
     nonce: bytes
     seed: int
     weights: Digest
     founder: PeerId
+    fork: Fork | None = None
 
     @cached_property
     def run(self) -> Digest:

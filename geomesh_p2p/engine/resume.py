@@ -14,7 +14,7 @@ from geomesh_p2p.core.anchors import state_in_log
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout
-from geomesh_p2p.core.log import RoundLog, lineage
+from geomesh_p2p.core.log import LogState, RoundLog, lineage
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.ports import Engine, Vector
 from geomesh_p2p.core.types import GENESIS_ROUND, NO_TERM, Founding, Range, Rollback, Update
@@ -148,6 +148,17 @@ class Rebuilder:
                     return state.anchor, state.momentum
         _drop_contradicted(self._store, self._snapshots)
         return None
+
+    def log_after(self, round: int) -> LogState:
+        """Raises LookupError if the updates on disk do not tell, DataError."""
+        start = max((kept for kept in self._snapshots.rounds() if kept <= round), default=GENESIS_ROUND)
+        log = RoundLog.founded(self._founding) if start == GENESIS_ROUND else RoundLog(self._snapshots.manifest(start).state)
+        for later in range(start + 1, round + 1):
+            update = self._store.read_header(later)
+            if update is None:
+                raise LookupError(f"the update of round {later} is not on disk")
+            log.append(update)
+        return log.state
 
     def rollback(self, to_round: int) -> Rollback:
         """What takes a run back to the state after `to_round`. Raises LookupError if what will still be on disk after the next

@@ -261,7 +261,8 @@ class Membership:
             return f"protocol version {hello.protocol} is not {PROTOCOL_VERSION}: run the same release on all peers", True
         if self.me.founding and hello.run and hello.run != self.me.founding.run:
             theirs, ours = hello.run.hex()[:12], self.me.founding.run.hex()[:12]
-            return f"run {theirs} is not {ours}: another run has this name, or its folder is of an older one", True
+            old = "another run has this name, or a folder is of an older one (--run.fresh moves it aside)"
+            return f"run {theirs} is not {ours}: {old}", True
         if hello.fingerprint != self.me.fingerprint:
             return f"settings differ: {self.differences(hello.settings)}: use the run file of the run's other peers", True
         if (reason := self.admission.refusal(self.me.peer, sender, hello.proof)) != "":

@@ -19,7 +19,7 @@ WITHOUT = {
     "plan_has_quorum": ("partitions", 0, "no quorum of"),
     "parts_agree": ("slow-out", 4, "parts list other contributions"),
     "held_survives": ("commit-crash", 0, "another update for round"),
-    "newest_attempt": ("late-reports", 2909, "another update for round"),
+    "newest_attempt": ("late-reports", 6544, "another update for round"),
     "count_view": ("slow-out", 7, "no quorum of"),
     "ranges_within": ("partitions", 3, "credited already"),
     "no_retrain": ("restarts", 1057, "two contributions for one plan"),

@@ -154,6 +154,10 @@ class Site:
             self._notes += [json.loads(line) for line in whole.splitlines()]
         return [note for note in self._notes if kind is None or note["kind"] == kind]
 
+    def begin_anew(self) -> None:
+        """Its folder is another one from its next start on."""
+        self._read_bytes, self._notes = 0, []
+
     @property
     def peer(self) -> str:
         """Its peer id, "" before its first start."""
