@@ -137,10 +137,9 @@ def test_one_slow_link_delays_and_ends_nothing(ground: Ground) -> None:
     """d sends at 30 kB/s: rounds go on, with or without it; nobody ends, and the old pace is back with the old link."""
     mesh, network = ground.mesh, ground.network
     inject(lambda: network.rule("d", ANYBODY, Rule(bytes_per_second=30_000.0)))
-    if injecting():
-        mesh.advance(1, ground.others(mesh["d"]))
-    fired(network.count("d").throttled_seconds > 0, "a link of 30 kB/s")
-    mesh.advance(4, ground.others(mesh["d"]))
+    held_up = injecting() and until(lambda: network.count("d").throttled_seconds > 0, "bytes of d to be held up")
+    fired(held_up, "a link of 30 kB/s")
+    mesh.advance(5, ground.others(mesh["d"]))
     network.heal()
     mesh.together()
 
