@@ -77,5 +77,5 @@ def test_the_first_digests_of_a_run() -> None:
     founding = Founding(b"f" * 32, b"n" * 16, 7, b"w" * 32, "12D3KooWfounder")
     assert digest("round-0", b"f" * 32, b"w" * 32) == founding.base
     assert founding.base.hex() == "562153b21f426c165ece786c90baba2fbc6f955f27a77fab84bfd11d213e2cb1"
-    assert founding.run.hex() == "364a36f4bfd7da5df705b589eda250cb26633788592d2a6df1b9e4046793a01f"
+    assert founding.run.hex() == "11a6640c73d623198be01df34c61a5cc711b2ba0fd03e43b80cb5a7d0692e4ab"
     assert digest(Range(1, 2)) == digest([1, 2])

@@ -190,7 +190,8 @@ class World(Bulk, Faults, Watch):
         leader = next((node for node in self.nodes.values() if node.replica is not None and node.replica.is_leader), None)
         if leader is not None and leader.replica is not None and leader.replica.round > 0 and not self.held_up(leader):
             to_round = self.orders.randrange(leader.replica.round)
-            self.handle(leader, ev.RollbackWanted(Rollback(to_round, 0)))
+            then = Disk(self.founding, leader.disk.view, updates=leader.disk.updates[:to_round]).log()
+            self.handle(leader, ev.RollbackWanted(Rollback(to_round, then.tokens)))
 
     def on_tick(self, what: tuple[PeerId, int]) -> None:
         node = self.alive(*what)
