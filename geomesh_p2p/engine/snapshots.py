@@ -193,6 +193,17 @@ class Snapshots:
     def _in_use(self, round: int) -> bool:
         return time.monotonic() <= self._read_at.get(round, float("-inf")) + IN_USE_SECONDS
 
+    def next_to_go(self, updates: Mapping[int, int]) -> list[int]:
+        """Those that the next one will replace, by count or, beside `updates` (bytes by round), by bytes, as far as its size is
+        that of the newest."""
+        sizes = self.sizes()
+        by_count = list(sizes)[: max(0, len(sizes) - (self.keep - 1))]
+        if not sizes:
+            return []
+        newest = max(*sizes, *updates) + 1
+        left = {round: size for round, size in sizes.items() if round not in by_count} | {newest: sizes[max(sizes)]}
+        return [*by_count, *retained(left, updates, self.keep_bytes).going]
+
     def prune(self, updates: Mapping[int, int]) -> Retained:
         """Deletes those for which, beside `updates` (bytes by round), there is no room within `keep_bytes`; says what stays, of
         the updates too. Raises OSError."""

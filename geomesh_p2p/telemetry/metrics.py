@@ -76,7 +76,7 @@ TABLE: dict[str, tuple[type[Counter] | type[Gauge], tuple[str, ...], str]] = {
     "checkpoint_bytes": (Gauge, (), "Size of the last save"),
     "checkpoint_round": (Gauge, (), "Round of the last save"),
     "disk_free_bytes": (Gauge, (), "Bytes free where this peer's run folder is"),
-    "disk_full_seconds": (Gauge, (), "Until that disk is full at its present growth (+Inf: it does not fill, NaN: unknown)"),
+    "disk_full_seconds": (Gauge, (), "Until that disk is full as it grows now (+Inf: it does not fill; absent until known)"),
     "kept_bytes": (Gauge, ("what",), "On disk after the last save: snapshots, updates (the round log)"),
     "checkpoint_age_seconds": (Gauge, (), "Time since the last save (NaN before the first)"),
     "warnings": (Counter, ("reason",), "Warnings"),
@@ -92,7 +92,7 @@ OF_A_ROUND = (
     "round_seconds", "round_planned_seconds", "finish_seconds", "finish_planned_seconds", "step_seconds",
     "batch", "inner_steps", "loss", "validation_perplexity", "validation_round",
 )  # fmt: skip
-ABSENT_AT_FIRST = (*FROM_THE_LOG, *OF_A_ROUND)
+ABSENT_AT_FIRST = (*FROM_THE_LOG, *OF_A_ROUND, "disk_full_seconds")
 """No series until the figure is known: a restart never makes what a run has come to fall, and no zero spoils a mean or a
 minimum over the peers."""
 
@@ -146,7 +146,6 @@ class Metrics:
         self._of("checkpoint_age_seconds").set_function(lambda: self._since(self._saved_at))
         self._of("round_age_seconds").set_function(lambda: self._since(self._committed_at))
         self._of("disk_free_bytes").set_function(lambda: free_bytes(self._folder))
-        self._of("disk_full_seconds").set(math.nan)
 
     def _since(self, moment: float | None) -> float:
         return math.nan if moment is None else self._clock() - moment
@@ -281,7 +280,8 @@ class Metrics:
         kept, free = event.snapshot_bytes + event.update_bytes, free_bytes(self._folder)
         if not math.isnan(free):
             self._disk.add(DiskSample(self._clock(), free, kept, event.fullest_bytes))
-            self._of("disk_full_seconds").set(self._disk.full_in_seconds())
+            if not math.isnan(seconds := self._disk.full_in_seconds()):
+                self._of("disk_full_seconds").set(seconds)
 
     def _warn(self, reason: str) -> None:
         if reason == DIGEST_MISMATCH:

@@ -51,7 +51,7 @@ CAUSES = {
     "GeoMeshAbstentions": {'geomesh_abstentions_total{site="a"}': "0x75 0+1x15"},
     "GeoMeshDiskLow": {'geomesh_disk_free_bytes{site="a"}': "100000000000x30 2500000000x60"},
 }
-FULL_IN_A_DAY = {'geomesh_disk_full_seconds{site="a"}': f"NaN NaN NaN 80000x{MINUTES}"}
+FULL_IN_A_DAY = {'geomesh_disk_full_seconds{site="a"}': f"_x30 80000x{MINUTES}"}
 
 
 def firing(folder: Path, series: dict[str, str], expected: dict[str, int]) -> str:
