@@ -163,7 +163,7 @@ class Rebuilder:
     def rollback(self, to_round: int) -> Rollback:
         """What takes a run back to the state after `to_round`. Raises LookupError if what will still be on disk after the next
         snapshot does not lead there, as far as can be told without reading it all; DataError."""
-        going = self._snapshots.next_to_go()
+        going = self._snapshots.next_to_go(self._store.sizes())
         for start, since in self._ways(to_round):
             if start == GENESIS_ROUND or (start not in going and self.vouched(start)):
                 tokens = 0 if start == GENESIS_ROUND else self._snapshots.manifest(start).state.tokens

@@ -126,11 +126,6 @@ class Snapshots:
         """Bytes on disk by round, ascending."""
         return {round: sum(file.stat().st_size for file in self.path(round).iterdir()) for round in self.rounds()}
 
-    def next_to_go(self) -> list[int]:
-        """Those that may be gone when the next one is there: with a limit in bytes, all but the newest."""
-        rounds, staying = self.rounds(), self.keep - 1 if self.keep_bytes is None else 1
-        return rounds[: max(0, len(rounds) - staying)]
-
     def path(self, round: int) -> Path:
         return self.folder / f"snapshot-{round}"
 
