@@ -1,4 +1,5 @@
-"""Hundreds of rounds in each of which something goes wrong, on five real peers: random faults, one or two at a time.
+"""Hundreds of rounds in each of which something goes wrong, on five real peers: random faults, one or two at a time, and now
+and then an operator who orders a rollback in the middle of it.
 
 Each fault is chosen, done and undone by a driver that watches the peers' processes and histories. What counts as a finding:
 an exit of a process that was not killed (or told to go, or out of disk), a mesh that commits nothing for PROGRESS_SECONDS
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from geomesh_p2p.lab.verify import main as verify
 from tests.injection.process import Faults, ProcessFault, kill, state, wake
 from tests.injection.proxy import ANYBODY, Network, Rule
 from tests.injection.script import LAST, MIDDLE, At, Fault
-from tests.process.sites import LIGHT, Site, Sites, complaints, until
+from tests.process.sites import GEOMESH, LIGHT, Site, Sites, complaints, until
 from tests.soak.measure import keep_logs
 
 SITES = ("a", "b", "c", "d", "e")
@@ -36,7 +38,7 @@ PHASES: tuple[tuple[str, int | None], ...] = (
 MENU = {
     "kill": 8, "pause": 4, "leave": 2, "half_open": 3, "cut": 3, "one_way": 3, "slow": 2, "late": 2, "reset": 3, "full_disk": 2,
     "clock_jump": 1, "bad_bytes": 2, "nan": 2, "helper_killed": 2, "hold_gil": 2, "stall": 1, "slow_donor": 1, "split": 1,
-    "all_killed": 1,
+    "all_killed": 1, "rollback": 3,
 }  # fmt: skip
 
 
@@ -69,6 +71,7 @@ class Driver:
         self.exits: dict[str, set[int]] = {}                   # how a site may end
         self.timers: list[tuple[float, Callable[[], object]]] = []
         self.armed: tuple[Path, str, float, At] | None = None
+        self.orders: list[subprocess.Popen[bytes]] = []
         self.reached, self.moved_at, self.killed_at = 0, time.monotonic(), 0.0
 
     # ---------------------------------------------------------------- the loop
@@ -167,6 +170,8 @@ class Driver:
         phase, step = self.rng.choice(PHASES)
         who = self.rng.choice(["leader", "member", site.name])
         match kind:
+            case "rollback":
+                self.order_rollback(site)
             case "kill":
                 self.arm(kind, At(who, phase, 0, step), Fault("kill"))  # type: ignore[arg-type]
             case "pause":
@@ -210,6 +215,19 @@ class Driver:
                 self.after(seconds, lambda: self.heal(*names))
             case _:
                 self.links(kind, site, seconds, round)
+
+    def order_rollback(self, site: Site) -> None:
+        """Whether it is done depends on what else goes wrong; `run` counts those that were."""
+        to_round = max(0, self.reached - self.rng.randint(1, 4))
+        command = [*GEOMESH, "rollback", site.address_file.read_text().strip(), "--to-round", str(to_round)]
+        self.orders.append(subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.mesh.folder, env=self.mesh.environment
+        ))  # fmt: skip
+
+    def end_orders(self) -> None:
+        for order in self.orders:
+            order.kill()
+            order.wait()
 
     def links(self, kind: str, site: Site, seconds: float, round: int) -> None:
         self.trouble(site, kind, round)
@@ -284,7 +302,10 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         except AssertionError as error:
             outcome.wrong.append(str(error))
         finally:
+            driver.end_orders()
             mesh.stop()
+        rollbacks = {note["round"] for site in mesh for note in site.history("commit") if "rollback" in note}
+        outcome.counts["rolled back"] = len(rollbacks)
         outcome.committed = max(site.round for site in mesh)
         digests = mesh.digests()
         if len(digests) != len({round for round, _ in digests}):
