@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 300.0
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     """The image is built; nothing runs yet."""
-    compose = Compose("geomesh-test", GEOMESH_RUN__ROUNDS="100000")
+    compose = Compose("geomesh-test", GEOMESH_RUN__ROUNDS="100000", GEOMESH_PLANNER__ROUND_TOKENS="8192")
     compose.build()
     compose("down", "--volumes")
     try:
