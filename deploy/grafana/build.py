@@ -55,6 +55,7 @@ def or_none(expression: str) -> str:
 ACTIVITY = " or ".join(
     f'{place} * (geomesh_phase{{phase="{name}",{THIS}}} == 1)' for place, name in enumerate(ACTIVITIES, 1)
 )
+NO_REASON = 'label_replace(vector(0), "reason", "none", "", "")'
 IDLE_STRAGGLER = ((None, GOOD), (0.02, WARN), (0.10, BAD))
 IDLE_WAN = ((None, GOOD), (0.12, WARN), (0.30, BAD))
 
@@ -219,12 +220,13 @@ PEER = Dashboard(
                   unit="percentunit", least=0.0, most=1.0),
             Lines("GPU memory", "Memory in use on each GPU, by whatever process.",
                   (Query(f"geomesh_gpu_memory_used_bytes{SITE}", "{{site}} GPU {{gpu}}"),), unit="bytes"),
-            Lines("Free disk", "Bytes free where its run folder is.", (Query(f"geomesh_disk_free_bytes{SITE}"),), unit="bytes"),
+            Lines("Disk, and what is kept", "Bytes free where its run folder is, and what the folder holds: snapshots, and updates (the log).",
+                  (Query(f"geomesh_disk_free_bytes{SITE}", "free"), Query(f"geomesh_kept_bytes{SITE}", "{{what}}")), unit="bytes"),
             Lines("Snapshots", "How long the last save took.", (Query(f"geomesh_checkpoint_seconds{SITE}"),), unit="s"),
         )),
         Row("What went wrong", (
             Lines("Warnings", "What it warned of, by reason: its log has the words.",
-                  (Query(or_none(f"increase(geomesh_warnings_total{SITE}[$window])"), "{{reason}}"),)),
+                  (Query(f"increase(geomesh_warnings_total{SITE}[$window]) or {NO_REASON}", "{{reason}}"),)),
             Lines("Skipped steps and abstentions", "Inner steps that were not finite, and rounds without its contribution.",
                   (Query(f"increase(geomesh_skipped_steps_total{SITE}[$window])", "skipped steps"),
                    Query(f"increase(geomesh_abstentions_total{SITE}[$window])", "abstentions"))),

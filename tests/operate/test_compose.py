@@ -80,18 +80,37 @@ def test_a_stopped_peer_saves_ends_with_0_in_time_and_catches_up(compose: Compos
     committed(compose, 2)
 
 
-def test_all_containers_killed_at_once_go_on_bit_by_bit(compose: Compose) -> None:
-    """As when a host loses its power: the volumes are what is left."""
-    run("docker", "kill", *(compose.container(site) for site in compose.peers))
-    before = {site: compose.commits(site) for site in compose.peers}
-    last = max(max(of) for of in before.values())
-    for site in reversed(compose.peers):
+def goes_on(compose: Compose, ended: tuple[str, ...]) -> None:
+    """Those that have ended are started again; what each had committed stays as it was, and all go on from there."""
+    before = {site: compose.commits(site) for site in ended}
+    for site in reversed(ended):
         compose("up", "-d", "--no-deps", site)
     committed(compose, 2)
     for site, known in before.items():
         after = compose.commits(site)
         assert {round: after[round] for round in known} == known, site
-        assert compose.commits("h100").get(last) in {of.get(last) for of in before.values()}
+
+
+def test_all_containers_killed_at_once_go_on_bit_by_bit(compose: Compose) -> None:
+    """As when a host loses its power: the volumes are what is left."""
+    run("docker", "kill", *(compose.container(site) for site in compose.peers))
+    goes_on(compose, compose.peers)
+
+
+def test_a_second_ctrl_c_ends_a_peer_at_once_and_it_goes_on_bit_by_bit(compose: Compose) -> None:
+    starts, peer = started(compose, "l40s"), compose.container("l40s")
+    until(lambda: compose.state("l40s")["Running"], "l40s to run")
+    for _ in range(2):
+        run("docker", "kill", "--signal", "INT", peer)
+    until(lambda: not compose.state("l40s")["Running"] or started(compose, "l40s") > starts, "its end", PATIENCE_SECONDS)
+    state = compose.state("l40s")
+    assert state["Running"] or state["ExitCode"] == 130
+    assert "left: " not in compose.logs(("l40s",)).rpartition("leaving after a round")[2]
+    goes_on(compose, ("l40s",))
+
+
+def started(compose: Compose, site: str) -> int:
+    return sum(note["kind"] == "start" for note in compose.history(site))
 
 
 def test_a_restarted_container_is_the_same_peer(compose: Compose) -> None:
