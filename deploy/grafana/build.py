@@ -220,8 +220,9 @@ PEER = Dashboard(
                   unit="percentunit", least=0.0, most=1.0),
             Lines("GPU memory", "Memory in use on each GPU, by whatever process.",
                   (Query(f"geomesh_gpu_memory_used_bytes{SITE}", "{{site}} GPU {{gpu}}"),), unit="bytes"),
-            Lines("Disk, and what is kept", "Bytes free where its run folder is, and what the folder holds: snapshots, and updates (the log).",
-                  (Query(f"geomesh_disk_free_bytes{SITE}", "free"), Query(f"geomesh_kept_bytes{SITE}", "{{what}}")), unit="bytes"),
+            Lines("Disk, and what is kept", "Bytes free where its run folder is, and those of its snapshots and of its log.",
+                  (Query(f"geomesh_disk_free_bytes{SITE}", "free"), Query(f"geomesh_kept_bytes{SITE}", "{{what}}")),
+                  unit="bytes"),
             Lines("Snapshots", "How long the last save took.", (Query(f"geomesh_checkpoint_seconds{SITE}"),), unit="s"),
         )),
         Row("What went wrong", (
