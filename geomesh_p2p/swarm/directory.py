@@ -13,6 +13,7 @@ import contextlib
 import random
 import time
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -267,10 +268,17 @@ class Directory:
                 self.ignored["record: expired"] += 1
                 continue
             records.append(record)
-        if len(self._seen) > MAX_RECORDS:
-            self._seen = {peer: self._seen[peer] for peer in list(self._seen) if peer in found.value or self._is_member(peer)}
-            self._seen = dict(sorted(self._seen.items(), key=lambda entry: entry[1][1])[-MAX_RECORDS:])
+        self._seen = self._still_to_know(found.value, now)
         return sorted(records, key=lambda record: -record.serial)
+
+    def _still_to_know(self, found: Container[str], now: float) -> dict[PeerId, tuple[int, float]]:
+        """Whose serial numbers are kept: of members, of who is listed, and of who was while a record of theirs may still be
+        about; the newest MAX_RECORDS."""
+        gone = now - (SKEW_SECONDS + 2 * LIFETIME_SECONDS)
+        kept = [
+            (peer, known) for peer, known in self._seen.items() if known[1] > gone or peer in found or self._is_member(peer)
+        ]
+        return dict(sorted(kept, key=lambda entry: entry[1][1])[-MAX_RECORDS:])
 
     def _chosen(self, found: dict[Any, Any]) -> list[tuple[Any, Any]]:
         """Whose records are looked at."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,8 @@ async def tell_sizes(seconds: float = 2.0) -> None:
             records = [entry for _, entry in node.protocol.storage.items()]
             sizes["directory_records"] = sum(len(getattr(entry.value, "data", [0])) for entry in records)
             sizes["directory_nodes"] = len(node.protocol.routing_table.peer_id_to_uid)
+        types = Counter(type(one).__name__ for one in gc.get_objects())  # for whoever asks what grows
+        (path.parent / "types.json").write_text(json.dumps(dict(types.most_common(80))))
         path.with_suffix(".new").write_text(json.dumps(sizes))
         os.replace(path.with_suffix(".new"), path)
         await asyncio.sleep(seconds)

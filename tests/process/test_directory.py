@@ -126,6 +126,15 @@ async def test_without_a_daemon_there_is_nobody_and_no_error(tmp_path: Path) -> 
     await directory.stop()
 
 
+def test_who_is_gone_for_long_is_forgotten(tmp_path: Path) -> None:
+    """A run that newcomers come to and leave for weeks remembers those that may still be there."""
+    directory = Directory(Libp2pTransport(NetSection(), tmp_path / "identity.key"), "demo", is_member={"member"}.__contains__)
+    directory._seen = {"member": (1, 0.0), "listed": (1, 0.0), "gone": (1, 0.0), "just gone": (1, 900.0)}
+    assert set(directory._still_to_know({"listed"}, 1000.0)) == {"member", "listed", "just gone"}
+    directory._seen |= {f"flood {i}": (1, 999.0) for i in range(directories.MAX_RECORDS)}
+    assert len(directory._still_to_know(set(), 1000.0)) == directories.MAX_RECORDS
+
+
 @pytest.mark.fault
 @pytest.mark.case("C048")
 async def test_it_goes_on_when_the_daemon_is_killed_under_load(place: Callable[..., Awaitable[Place]]) -> None:
