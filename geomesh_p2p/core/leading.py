@@ -72,6 +72,7 @@ class Leading:
         self.lacking = 0                         # peers that min_peers asks for beyond those that are ready
         self.failed = ""
         self.rollback: Rollback | None = None    # what an operator wants next
+        self.rolled_back_at = float("-inf")      # since when the peers make the earlier state, if that was the last round
         self.chosen: Update | None = None
         if won.held is not None:
             self._recover(won)
@@ -153,7 +154,7 @@ class Leading:
             return False
         if seen.beat.round == s.round:
             return seen.beat.ready and seen.beat.digest == s.log.digest
-        return seen.lag <= 1
+        return seen.lag <= 1 and self.rolled_back_at == float("-inf")
 
     def _is_leaving(self, peer: PeerId) -> bool:
         if peer == self.s.me:
@@ -217,14 +218,14 @@ class Leading:
             self.waiting = f"a quorum of the voters: {self.s.sites(missing)}"
 
     def _settling(self, members: list[PeerId]) -> bool:
-        """The first plan of a run, and of a reign among peers not yet heard, waits a little for the others."""
+        """The first plan of a run, of a reign among peers not yet heard, and after a rollback waits a little for the others."""
         s = self.s
         if s.round == GENESIS_ROUND:
             newest = max((seen.ready_since or 0.0 for peer, seen in s.peers.items() if peer in members), default=0.0)
             until = max(newest, self.since) + s.timing.settle_seconds
-        elif self.attempt == 0 and self.since + s.timing.settle_seconds > s.now:
+        elif self.attempt == 0 and (begun := max(self.since, self.rolled_back_at)) + s.timing.settle_seconds > s.now:
             coming = [v for v in s.view if v not in members and not self._is_leaving(v) and (s.alive(v) or v not in s.peers)]
-            until = self.since + s.timing.settle_seconds if coming else s.now
+            until = begun + s.timing.settle_seconds if coming else s.now
         else:
             return False
         if s.now >= until:
@@ -442,8 +443,9 @@ class Leading:
         update = self.s.last_update
         for c in update.contributors if update is not None else ():
             self.strikes.pop(c.peer, None)
+        self.rolled_back_at = float("-inf")
         if update is not None and update.rollback is not None:
-            self.rollback = None
+            self.rollback, self.rolled_back_at = None, self.s.now
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen = False, None, None

@@ -200,3 +200,12 @@ async def test_a_leader_lost_in_the_middle_leaves_one_history(tmp_path: Path) ->
     assert [rollbacks(peer, 0) for peer in others] == [{round: 4}, {round: 4}], "both had been told to hold it"
     assert equal_states(others)
     await stop(peers)
+
+
+@virtual
+async def test_all_who_are_well_take_part_in_the_round_after_it_and_nobody_refuses(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abcd", 6)
+    went = await roll_back(peers, 4)
+    assert contributors(peers[0], went + 1) == ["a", "b", "c", "d"]
+    assert not [fields for peer in peers for kind, fields in peer.notes if kind in ("discard", "refuse")]
+    await stop(peers)
