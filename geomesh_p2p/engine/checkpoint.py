@@ -29,47 +29,19 @@ _NAME = re.compile(r"(\d{8,})\.update")
 _HAD = re.compile(r"(\d{8,})\.(update|damaged)")
 
 
-class DiskStore:
-    """Implements ports.Store in `folder` (created if need be), held exclusively by this process until `close`.
+class DiskLog:
+    """The founding record and the round log in `folder`, for who only reads them: takes no lock and changes nothing. Beside a
+    peer that is at work there, what is read may be gone the next moment.
 
-    Raises TemporaryError if another process has the folder, OSError if a write fails (DiskFullError before it begins, if
-    space is short), DataError, naming the file, if one is damaged."""
+    Raises DataError, naming the file, if one is damaged."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._log = self.folder / "log"
-        self._log.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(self.folder)
-        for stale in (*self.folder.glob("*.record" + PARTIAL), *self._log.glob("*" + PARTIAL)):
-            stale.unlink()
-        Snapshots(self.folder).clean()
-        self._held: Held | None = None
-
-    def close(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> DiskStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # ------------------------------------------------------------ founding and state
 
     def load_founding(self) -> Founding | None:
         found = self._load("founding.record", _FOUNDING)
         return found[0] if found else None
-
-    def save_founding(self, founding: Founding) -> None:
-        write_record(self.folder / "founding.record", _FOUNDING, pack(founding))
-
-    def load_durable(self) -> Durable | None:
-        """DataError here means that this peer no longer knows what it promised: it must take a new identity."""
-        found = self._load("state.record", _DURABLE)
-        return found[0] if found else None
-
-    def save_durable(self, durable: Durable) -> None:
-        write_record(self.folder / "state.record", _DURABLE, pack(durable))
 
     def _load(self, name: str, *kinds: bytes) -> tuple[Any, bytes] | None:
         path = self.folder / name
@@ -83,49 +55,8 @@ class DiskStore:
         except ValueError as error:
             raise damaged(path, f"was written by another release ({error})") from None
 
-    # ------------------------------------------------------------ the held record
-
-    def load_held(self) -> tuple[Held, bytes] | None:
-        found = self._load("held.record", _HELD)
-        if found is None:
-            return None
-        held, body = found
-        if held.update.round < self.rounds().stop:
-            return None  # its round was committed, and this peer stopped before the record was gone
-        if digest_bytes(body) != held.update.body:
-            raise damaged(self.folder / "held.record")
-        self._held = held
-        return held, body
-
-    def save_held(self, held: Held, body: Sequence[memoryview | bytes]) -> None:
-        self._held = None  # from here on the file may hold either, until it is read again
-        write_record(self.folder / "held.record", _HELD, pack(held), body)
-        self._held = held
-
-    def set_held_aside(self) -> None:
-        """Moves a held record that cannot be read out of the way."""
-        os.rename(self.folder / "held.record", self.folder / "held.damaged")
-        sync_folder(self.folder)
-
-    # ------------------------------------------------------------ the log
-
     def _path(self, round: int) -> Path:
         return self._log / f"{round:08d}.update"
-
-    def append(self, update: Update, body: Sequence[memoryview | bytes]) -> None:
-        """Adds an update that is committed; a held record of its round or an older one is gone afterwards."""
-        path = self.folder / "held.record"
-        held, self._held = self._held or _held_in(path), None
-        if held is not None and held.update == update:
-            os.rename(path, self._path(update.round))
-            sync_folder(self._log)
-        else:
-            write_record(self._path(update.round), _UPDATE, pack(update), body)
-            if held is not None and held.update.round > update.round:
-                self._held = held
-            else:
-                path.unlink(missing_ok=True)
-        sync_folder(self.folder)
 
     def read_update(self, round: int) -> tuple[Update, bytes] | None:
         """None if it is not here; DataError if it is damaged (see `set_aside`)."""
@@ -170,6 +101,85 @@ class DiskStore:
         """The newest round whose update was once here, sound or not; 0 if there was none."""
         names = (_HAD.fullmatch(path.name) for path in self._log.iterdir())
         return max((int(name[1]) for name in names if name), default=0)
+
+
+class DiskStore(DiskLog):
+    """Implements ports.Store in `folder` (created if need be), held exclusively by this process until `close`.
+
+    Raises TemporaryError if another process has the folder, OSError if a write fails (DiskFullError before it begins, if
+    space is short), DataError, naming the file, if one is damaged."""
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__(folder)
+        self._log.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.folder)
+        for stale in (*self.folder.glob("*.record" + PARTIAL), *self._log.glob("*" + PARTIAL)):
+            stale.unlink()
+        Snapshots(self.folder).clean()
+        self._held: Held | None = None
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ founding and state
+
+    def save_founding(self, founding: Founding) -> None:
+        write_record(self.folder / "founding.record", _FOUNDING, pack(founding))
+
+    def load_durable(self) -> Durable | None:
+        """DataError here means that this peer no longer knows what it promised: it must take a new identity."""
+        found = self._load("state.record", _DURABLE)
+        return found[0] if found else None
+
+    def save_durable(self, durable: Durable) -> None:
+        write_record(self.folder / "state.record", _DURABLE, pack(durable))
+
+    # ------------------------------------------------------------ the held record
+
+    def load_held(self) -> tuple[Held, bytes] | None:
+        found = self._load("held.record", _HELD)
+        if found is None:
+            return None
+        held, body = found
+        if held.update.round < self.rounds().stop:
+            return None  # its round was committed, and this peer stopped before the record was gone
+        if digest_bytes(body) != held.update.body:
+            raise damaged(self.folder / "held.record")
+        self._held = held
+        return held, body
+
+    def save_held(self, held: Held, body: Sequence[memoryview | bytes]) -> None:
+        self._held = None  # from here on the file may hold either, until it is read again
+        write_record(self.folder / "held.record", _HELD, pack(held), body)
+        self._held = held
+
+    def set_held_aside(self) -> None:
+        """Moves a held record that cannot be read out of the way."""
+        os.rename(self.folder / "held.record", self.folder / "held.damaged")
+        sync_folder(self.folder)
+
+    # ------------------------------------------------------------ the log
+
+    def append(self, update: Update, body: Sequence[memoryview | bytes]) -> None:
+        """Adds an update that is committed; a held record of its round or an older one is gone afterwards."""
+        path = self.folder / "held.record"
+        held, self._held = self._held or _held_in(path), None
+        if held is not None and held.update == update:
+            os.rename(path, self._path(update.round))
+            sync_folder(self._log)
+        else:
+            write_record(self._path(update.round), _UPDATE, pack(update), body)
+            if held is not None and held.update.round > update.round:
+                self._held = held
+            else:
+                path.unlink(missing_ok=True)
+        sync_folder(self.folder)
 
     def set_aside(self, round: int) -> Path:
         """Moves a damaged update out of the log, so that a sound copy from another peer can be appended; says where to."""

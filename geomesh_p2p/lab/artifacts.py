@@ -1,20 +1,23 @@
-"""What is made from a finished (or stopped) peer's folder or from a run file alone: evaluation, export, a device's profile."""
+"""What is made from a peer's folder, whether it runs or not, or from a run file alone: evaluation, export, a device's profile."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from geomesh_p2p.config import DeviceSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import BatchTime
-from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.engine.checkpoint import Snapshots
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity, token_losses
 from geomesh_p2p.engine.model import FlatModel, build
+from geomesh_p2p.engine.onlooking import newest_state
 from geomesh_p2p.engine.profiles import write_profile
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import ConfigError, DataError
@@ -34,27 +37,15 @@ class Anchor:
 def load_anchor(folder: Path, device: str = "cpu") -> Anchor:
     """The newest snapshot below `folder` (a peer's, or a run's: then the peer that is furthest) and the updates since.
 
-    Raises DataError if there is none, TemporaryError if the peer is running.
+    Works beside a peer that goes on in it, and changes nothing. Raises DataError if there is none.
     """
     site_folder = _furthest(folder)
     run = RunConfig.model_validate_json(json.dumps(json.loads((site_folder / "config.json").read_text())["run"]), strict=True)
-    with DiskStore(site_folder) as store:
-        snapshot = Snapshots(site_folder).newest()
-        if snapshot is None:
-            raise DataError(f"{site_folder}: no snapshot: this peer has saved nothing yet")
-        tokenizer = load_tokenizer(run.dataset.tokenizer)
-        model = build(run.model, tokenizer.highest_id + 1, run.run.seed, device, run.codec.granularity)
-        if snapshot.anchor.size != model.layout.parameters:
-            sizes = f"{snapshot.anchor.size:,} parameters, the model {model.layout.parameters:,}"
-            raise DataError(f"{site_folder}: the snapshot has {sizes}: it is of another configuration")
-        state = OuterState(snapshot.anchor, snapshot.momentum)
-        round, digest = snapshot.manifest.round, snapshot.manifest.state.digest
-        while (found := store.read_update(round + 1)) is not None and found[0].base == digest:
-            update, body = found
-            apply_update(state, model.layout, run.codec, run.outer, update, body)
-            round, digest = update.round, update.digest
-    model.set_weights(state.anchor)
-    return Anchor(site_folder, run, model, round, digest)
+    tokenizer = load_tokenizer(run.dataset.tokenizer)
+    model = build(run.model, tokenizer.highest_id + 1, run.run.seed, device, run.codec.granularity)
+    seen = newest_state(site_folder, lambda: model.weights().copy(), (model.layout, run.codec, run.outer))
+    model.set_weights(seen.state.anchor)
+    return Anchor(site_folder, run, model, seen.round, seen.digest)
 
 
 def _furthest(folder: Path) -> Path:
@@ -87,10 +78,26 @@ def export(folder: Path, out: Path) -> dict[str, Any]:
         raise ConfigError(f"--out {out}: not empty: name a new folder")
     anchor = load_anchor(folder)
     module: Any = anchor.model.module
-    module.save_pretrained(out)
-    _hugging_face_tokenizer(anchor.run.dataset.tokenizer).save_pretrained(out)
+    with _bars_on_a_terminal():
+        module.save_pretrained(out)
+        _hugging_face_tokenizer(anchor.run.dataset.tokenizer).save_pretrained(out)
     parameters = anchor.model.layout.parameters
     return {"folder": str(out), "round": anchor.round, "digest": anchor.digest.hex(), "parameters": parameters}
+
+
+@contextlib.contextmanager
+def _bars_on_a_terminal() -> Iterator[None]:
+    """Progress bars of transformers only where somebody sees them move."""
+    from transformers.utils import logging as bars
+
+    had = bars.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had:
+            bars.enable_progress_bar()
 
 
 def _hugging_face_tokenizer(name: str) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,10 @@ from geomesh_p2p.core import codec
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.outer import OuterState, apply_update
-from geomesh_p2p.core.types import Contribution, Range, Update
-from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
+from geomesh_p2p.core.types import Contribution, Range, Rollback, Update
+from geomesh_p2p.engine.checkpoint import DiskStore, Snapshot, Snapshots
 from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.engine.onlooking import newest_state
 from geomesh_p2p.engine.profiles import read_profile
 from geomesh_p2p.errors import ConfigError, DataError, TemporaryError
 from geomesh_p2p.lab.artifacts import evaluate, export, load_anchor, profile
@@ -101,7 +105,9 @@ def test_the_export_is_a_hugging_face_folder_that_gives_the_same_losses(
     folder, _ = peer
     out = tmp_path / "exported"
     assert cli.main(["export", str(folder), "--out", str(out)]) == 0
-    assert "round 3" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "round 3" in said.out
+    assert "%|" not in said.err, "a bar where nobody sees it move"
     model = AutoModelForCausalLM.from_pretrained(out)
     ours = load_anchor(folder).model
     ids = torch.arange(32).view(2, 16)
@@ -121,9 +127,110 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     assert cli.main(["eval", str(tmp_path / "none")]) == 4
 
 
-def test_a_running_peers_folder_is_left_alone(peer: tuple[Path, np.ndarray]) -> None:
-    with DiskStore(peer[0]), pytest.raises(TemporaryError):
-        load_anchor(peer[0])
+def test_a_running_peers_folder_is_read_and_left_as_it_is(peer: tuple[Path, np.ndarray]) -> None:
+    folder, expected = peer
+    with DiskStore(folder):
+        (folder / "held.record.partial").touch()                  # being written
+        (folder / "snapshot-4.partial").mkdir()
+        before = sorted(folder.rglob("*"))
+        anchor = load_anchor(folder)
+        assert sorted(folder.rglob("*")) == before
+    assert anchor.round == 3
+    assert np.array_equal(anchor.model.weights(), expected)
+
+
+def test_a_rollback_that_is_not_in_a_snapshot_yet_leads_to_the_older_state(
+    peer: tuple[Path, np.ndarray], run: RunConfig
+) -> None:
+    folder, _ = peer
+    with DiskStore(folder) as store:
+        found = store.read_update(3)
+        assert found is not None
+        store.append(Update(4, found[0].digest, "gather", (), (), ("QmA",), digest_bytes(b""), 0, Rollback(2, 0)), [])
+    anchor = load_anchor(folder)
+    assert anchor.round == 4
+    assert np.array_equal(anchor.model.weights(), Snapshots(folder).read_state(2)[0])
+
+
+class Writer:
+    """A peer that goes on in `folder`: each round has an update of its own, each second one a snapshot; no more than two of
+    these are kept, and the updates since."""
+
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        self.layout, self.run = TorchEngine(run, SITE).layout, run
+        self.store, self.snapshots = DiskStore(folder), Snapshots(folder)
+        snapshot, found = self.snapshots.newest(), self.store.read_update(3)
+        assert snapshot is not None
+        assert found is not None
+        self.model, self.last, self.states = OuterState(snapshot.anchor, snapshot.momentum), found[0], dict[int, bytes]()
+        self.payload = found[1]
+        self._apply()
+
+    def _apply(self) -> None:
+        apply_update(self.model, self.layout, self.run.codec, self.run.outer, self.last, np.frombuffer(self.payload, np.uint8))
+        self.states[self.last.round] = self.model.anchor.tobytes()
+
+    def commit(self) -> None:
+        self.last = replace(self.last, round=self.last.round + 1, base=self.last.digest)
+        self._apply()  # known before anybody can read it
+        self.store.append(self.last, [self.payload])
+        if self.last.round % 2 == 0:
+            log = LogState(b"", self.last.round, self.last.digest, ("QmA",), (), 0)
+            self.snapshots.write(log, self.model.anchor, self.model.momentum)
+            self.store.prune(min(self.snapshots.rounds()) + 1)
+
+
+def test_what_is_read_beside_a_writer_that_goes_on_is_always_a_committed_state(
+    peer: tuple[Path, np.ndarray], run: RunConfig
+) -> None:
+    folder, _ = peer
+    writer, enough, failed = Writer(folder, run), threading.Event(), list[BaseException]()
+
+    def write() -> None:
+        try:
+            while not enough.is_set():
+                writer.commit()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    rounds = []
+    try:
+        while len(rounds) < 12 or rounds[-1] < 40:
+            with suppress(TemporaryError):  # the writer was quicker each time: it does nothing but write
+                seen = newest_state(folder, lambda: np.zeros(0, np.float32), (writer.layout, run.codec, run.outer))
+                assert seen.state.anchor.tobytes() == writer.states[seen.round]
+                rounds.append(seen.round)
+            assert not failed
+    finally:
+        enough.set()
+        thread.join()
+        writer.store.close()
+    assert rounds == sorted(rounds)
+    assert load_anchor(folder).round == writer.last.round
+
+
+def test_a_snapshot_that_goes_while_it_is_read_is_no_failure(
+    peer: tuple[Path, np.ndarray], run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = peer
+    writer, load, went = Writer(folder, run), Snapshots._load, list[int]()
+
+    def slow(snapshots: Snapshots, round: int, problems: list[str]) -> Snapshot:
+        if not went:
+            went.append(round)
+            for _ in range(6):
+                writer.commit()
+            assert not snapshots.path(round).exists()
+        return load(snapshots, round, problems)
+
+    monkeypatch.setattr(Snapshots, "_load", slow)
+    seen = newest_state(folder, lambda: np.zeros(0, np.float32), (writer.layout, run.codec, run.outer))
+    assert went == [2]
+    assert seen.round == 9
+    assert seen.state.anchor.tobytes() == writer.states[9]
+    writer.store.close()
 
 
 def test_a_profile_can_be_named_in_a_site_file(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
