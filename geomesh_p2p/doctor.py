@@ -171,7 +171,7 @@ async def preflight(run: RunConfig, site: SiteConfig, folder: Path, with_model: 
         checks.append(("data, memory, disk", _blocking(lambda: _engine(run, site, folder, peers))))
     findings = await _all(checks, START_SECONDS)
     for finding in findings:
-        if finding.level == "warning":
+        if finding.level == "warning" and finding.check != "save.keep_bytes":  # told once, with sizes that are measured then
             log.warning("%s", finding.line)
     if found := fatals(findings):
         error = GeoMeshError("\n".join(finding.line for finding in found))

@@ -83,6 +83,7 @@ class RoundCommitted:
     `planned_seconds` is the whole round as predicted. A peer that was no member has zero batch and steps.
     `tokens`, `loss`, `times` and all that is trained are this peer's own; `credited` are all contributors' tokens of this round
     by site, and `tokens_total` the run's, from the founding on. Traffic is this round's, by remote site.
+    `gone` names the voters of the round before that vote no more, as far as this peer saw that round.
     `validation_ppl` is of the anchor *before* this round's update
     (the anchor of round - 1), None if it was not validated; `validation_seconds` is what it took here (part of control).
     """
@@ -125,6 +126,7 @@ class RoundCommitted:
     residual_norm: float | None = None
     validation_seconds: float = 0.0
     credited: dict[str, int] = field(default_factory=dict)
+    gone: tuple[str, ...] = ()
 
     @property
     def round_tokens(self) -> int:

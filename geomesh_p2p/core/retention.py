@@ -11,7 +11,6 @@ from statistics import linear_regression
 from geomesh_p2p.config import SaveSection
 
 LEAST_SNAPSHOTS = 2
-RAISE_LIMIT = "raise it, or lower save.snapshot_every_rounds"
 PAST_SECONDS = 6 * 3600.0        # that growth is taken from
 LEAST_PAST_SECONDS = 1800.0      # less says more about the hour than about the run
 APART_SECONDS, FEW_SAMPLES = 60.0, 4
@@ -53,12 +52,13 @@ def retained(
 @dataclass(frozen=True)
 class Fullest:
     """The most that snapshots and log come to: `number` snapshots, of which one is being written, and `updates` updates;
-    less, if save.keep_bytes says so. `least_bytes` is what has to be kept whatever the limit."""
+    less, if save.keep_bytes says so. `least_bytes` is what is kept whatever the limit, `pair_bytes` the snapshots of it."""
 
     number: int
     updates: int
     size_bytes: int
     least_bytes: int
+    pair_bytes: int
 
 
 def fullest(save: SaveSection, snapshot_bytes: int, update_bytes: int) -> Fullest:
@@ -66,18 +66,22 @@ def fullest(save: SaveSection, snapshot_bytes: int, update_bytes: int) -> Fulles
     between = save.snapshot_every_rounds
     number, updates = save.keep_snapshots + 1, save.keep_updates + save.keep_snapshots * between
     size = number * snapshot_bytes + updates * update_bytes
-    least = LEAST_SNAPSHOTS * snapshot_bytes + between * update_bytes
+    pair = LEAST_SNAPSHOTS * snapshot_bytes
+    least = pair + between * update_bytes
     if save.keep_bytes is not None:  # it is looked to after each snapshot: until then there is one more, and the updates since
         size = min(size, max(save.keep_bytes, least) + snapshot_bytes + between * update_bytes)
-    return Fullest(number, updates, size, least)
+    return Fullest(number, updates, size, least, pair)
 
 
-def above_limit(limit_bytes: int, least_bytes: int) -> str:
-    """Where even the least is more than save.keep_bytes (what to do is RAISE_LIMIT)."""
-    return (
+def above_limit(limit_bytes: int, most: Fullest) -> tuple[str, str]:
+    """Where even the least is more than save.keep_bytes: that, and what to do about it."""
+    what = (
         f"save.keep_bytes is {limit_bytes / 1e6:,.0f} MB, but the last {LEAST_SNAPSHOTS} snapshots and the updates after them "
-        f"take {least_bytes / 1e6:,.0f} MB and are kept"
+        f"take {most.least_bytes / 1e6:,.0f} MB and are kept"
     )
+    if most.pair_bytes <= limit_bytes or most.least_bytes - most.pair_bytes > most.pair_bytes:
+        return what, "raise it, or lower save.snapshot_every_rounds"
+    return what, f"raise it ({LEAST_SNAPSHOTS} snapshots alone take {most.pair_bytes / 1e6:,.0f} MB)"
 
 
 # ---------------------------------------------------------------- forecast

@@ -166,10 +166,10 @@ def notes_bytes(rounds: int, members: int) -> int:
     return plain + (written - plain) // NOTES_PACKED
 
 
-def keep_bytes_fault(run: RunConfig, parameters: int, peers: int) -> str:
-    """Why save.keep_bytes cannot be held to; "" if it can, or is not set."""
-    least, limit = fullest(run.save, *_kept_sizes(run, parameters, peers)).least_bytes, run.save.keep_bytes
-    return above_limit(limit, least) if limit is not None and limit < least else ""
+def keep_bytes_fault(run: RunConfig, parameters: int, peers: int) -> tuple[str, str] | None:
+    """Why save.keep_bytes cannot be held to, and what to do; None if it can, or is not set."""
+    most, limit = fullest(run.save, *_kept_sizes(run, parameters, peers)), run.save.keep_bytes
+    return above_limit(limit, most) if limit is not None and limit < most.least_bytes else None
 
 
 def corpus_bytes(paths: Sequence[str], bytes_a_token: int, tokens_a_byte: float) -> int:

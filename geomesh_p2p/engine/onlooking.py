@@ -33,8 +33,8 @@ class Seen:
 
 
 def newest_state(folder: Path, initial: Callable[[], Vector], settings: Settings) -> Seen:
-    """`initial` makes the weights that the run began with: a rollback may lead to them. Raises DataError if nothing there can be
-    used, TemporaryError if the peer was too quick in changing it each time."""
+    """`initial` makes the weights that the run began with: a rollback may lead to them. Raises DataError if nothing there can
+    be used, TemporaryError if the peer was too quick in changing it each time."""
     for _ in range(TRIES):
         before = _changes(folder)
         try:
@@ -46,7 +46,7 @@ def newest_state(folder: Path, initial: Callable[[], Vector], settings: Settings
         with suppress(OSError):
             if DiskLog(folder).newest_ever() <= seen.round or _changes(folder) == before:
                 return seen
-    raise TemporaryError(f"{folder} changed {TRIES} times while it was read: try again, or take the folder of a peer that is idle")
+    raise TemporaryError(f"{folder} changed {TRIES} times while it was read: try again, or take another peer's folder")
 
 
 def _changes(folder: Path) -> tuple[int, ...]:

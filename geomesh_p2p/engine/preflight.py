@@ -18,7 +18,6 @@ import psutil
 
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.findings import Finding, fatal, ok, refused, warning
-from geomesh_p2p.core.retention import RAISE_LIMIT
 from geomesh_p2p.engine import footprint
 from geomesh_p2p.engine.data import corpus_of
 from geomesh_p2p.engine.documents import documents, files
@@ -68,7 +67,7 @@ def check_host(run: RunConfig, site: SiteConfig, folder: Path, peers: int) -> li
             found.append(memory("GPU memory", [part for part in parts if part.on_device], gpu_room))
         found.append(disk(folder, footprint.disk_parts(run, shape.parameters, peers)))
         if fault := footprint.keep_bytes_fault(run, shape.parameters, peers):
-            found.append(warning("save.keep_bytes", fault, RAISE_LIMIT))
+            found.append(warning("save.keep_bytes", *fault))
     found.append(own_folder(folder))
     return found
 

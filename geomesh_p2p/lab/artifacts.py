@@ -1,4 +1,4 @@
-"""What is made from a peer's folder, whether it runs or not, or from a run file alone: evaluation, export, a device's profile."""
+"""What is made from the folder of a peer, running or not, or from a run file alone: evaluation, export, a device's profile."""
 
 from __future__ import annotations
 

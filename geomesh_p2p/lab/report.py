@@ -40,7 +40,10 @@ def headline(report: Mapping[str, Any]) -> str:
     validated = first is not None and last is not None
     perplexity = f"validation perplexity {first:.2f} -> {last:.2f}" if validated else "not validated"
     idle = idle_in_words(report["straggler_idle_share"], report["wan_idle_share"])
-    return ", ".join([f"{report['rounds_committed']} rounds, {report['tokens']:,} tokens: {perplexity}", *idle])
+    line = ", ".join([f"{report['rounds_committed']} rounds, {report['tokens']:,} tokens: {perplexity}", *idle])
+    if report["idle_valid"]:
+        return line
+    return f"{line} (the idle figures are not valid: emulated speeds were not kept, overrun above 1%)"
 
 
 def summarise(folder: Path, run: RunConfig, sites: Sequence[str], time_scale: float | None = None) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from geomesh_p2p.config import SaveSection
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.ports import Observer, SnapshotStore, Store
-from geomesh_p2p.core.retention import LEAST_SNAPSHOTS, RAISE_LIMIT, above_limit, fullest
+from geomesh_p2p.core.retention import LEAST_SNAPSHOTS, above_limit, fullest
 
 
 class Retaining:
-    """Works in the thread that saves. That not even the least fits is told once, and again only after it did."""
+    """Works in the thread that saves. That not even the least fits is told once, and again only after all was within the
+    limit."""
 
     def __init__(self, store: Store, snapshots: SnapshotStore, save: SaveSection, observe: Observer) -> None:
         self._store, self._snapshots, self._save, self._observe = store, snapshots, save, observe
@@ -29,7 +30,10 @@ class Retaining:
         most = fullest(self._save, snapshots[max(snapshots)], max(updates.values(), default=0))
         self._observe(obs.Kept(sum(snapshots.values()), sum(updates.values()), most.size_bytes))
         limit = self._save.keep_bytes
-        over = limit is not None and left.size_bytes > limit and len(snapshots) <= LEAST_SNAPSHOTS
-        if limit is not None and over and not self._told:
-            self._observe(obs.Warned("over_limit", f"{above_limit(limit, left.size_bytes)}: {RAISE_LIMIT}"))
-        self._told = over
+        if limit is None:
+            return
+        if left.size_bytes <= limit:
+            self._told = self._told and len(snapshots) < LEAST_SNAPSHOTS
+        elif len(snapshots) <= LEAST_SNAPSHOTS and not self._told:  # more stay only while somebody reads one
+            self._told = True
+            self._observe(obs.Warned("over_limit", ": ".join(above_limit(limit, most))))

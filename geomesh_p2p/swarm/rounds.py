@@ -34,7 +34,8 @@ class RoundBook:
         self._observe = observe
         self._watches: dict[int, Stopwatch] = {}  # by round: the next plan may come before the last update is folded
         self._opened = opened
-        self._committed: dict[int, tuple[Term, str, int]] = {}
+        self._committed: dict[int, tuple[Term, str, int, tuple[str, ...]]] = {}
+        self._voters: tuple[PeerId, ...] = ()
         self._traffic: dict[PeerId, PeerTraffic] = {}
 
     # ---------------------------------------------------------------- as the round goes on
@@ -66,7 +67,9 @@ class RoundBook:
 
     def committed(self, update: Update, term: Term, leader: str, tokens_total: int) -> None:
         """`tokens_total` are the run's, with this update."""
-        self._committed[update.round] = (term, leader, tokens_total)
+        gone = tuple(self._membership.site_of(peer) for peer in self._voters if peer not in update.voters)
+        self._committed[update.round] = (term, leader, tokens_total, gone)
+        self._voters = update.voters
 
     # ---------------------------------------------------------------- the round is over
 
@@ -76,7 +79,7 @@ class RoundBook:
         self._watches = {round: later for round, later in self._watches.items() if round > update.round}
         times = times_of(watch, self._opened, now, fold_seconds)
         self._opened = now
-        who = self._committed.pop(update.round, (Term(0, ""), "", 0))
+        who = self._committed.pop(update.round, (Term(0, ""), "", 0, ()))
         self._observe(self._observation(update, watch, times, who))
         ppl = validation_of(update)
         if ppl is not None:
@@ -88,7 +91,7 @@ class RoundBook:
             self._observe(obs.Validated(round, ppl, final=True))
 
     def _observation(
-        self, update: Update, watch: Stopwatch | None, times: obs.PeerTimes, who: tuple[Term, str, int]
+        self, update: Update, watch: Stopwatch | None, times: obs.PeerTimes, who: tuple[Term, str, int, tuple[str, ...]]
     ) -> obs.RoundCommitted:
         plan, local = (watch.plan, watch.local) if watch else (None, None)
         result, own = (local.result, local.contribution) if local else (NO_WORK, None)
@@ -132,6 +135,7 @@ class RoundBook:
             reused=watch.reused if watch else False,
             residual_norm=local.residual_norm if local else None,
             credited={c.site: c.tokens for c in update.contributors},
+            gone=who[3],
         )
 
     def _traffic_since(self) -> dict[str, dict[str, int]]:

@@ -119,6 +119,7 @@ class ConsoleReporter:
     ):
         self._quiet_seconds, self._clock, self._lease_seconds = quiet_seconds, clock, lease_seconds
         self._told_no_leader_since: float | None = None
+        self._rolled_back = 0
         self._last_line = clock()
         self.status = StatusLine(site, clock, rounds)
         self._stopping = threading.Event()
@@ -144,7 +145,10 @@ class ConsoleReporter:
 
     def __call__(self, event: Any) -> None:
         self.status.take(event)
-        text = describe(event)
+        if isinstance(event, seen.RolledBack):
+            self._rolled_back = event.round
+        told = isinstance(event, seen.RoundCommitted) and event.round == self._rolled_back and not event.contributors
+        text = "" if told else describe(event)
         if text:
             lost = isinstance(event, seen.PeerLost) and not event.left
             self._say(text, logging.WARNING if lost or isinstance(event, seen.Warned) else logging.INFO)
@@ -158,6 +162,9 @@ class ConsoleReporter:
 def describe(event: Any) -> str:
     """An observation in words, "" if a person need not see it."""
     match event:
+        case seen.RoundCommitted(contributors=()):
+            what = f": {', '.join(event.gone)} leaves" if event.gone else " committed without contributions: the voters changed"
+            return f"round {event.round}{what}; digest {event.digest.hex()[:12]}"
         case seen.RoundCommitted():
             of = event.round - 1  # contributions bring the perplexity of the anchor that they began from
             perplexity = f"; perplexity of round {of}: {event.validation_ppl:.2f}" if event.validation_ppl is not None else ""

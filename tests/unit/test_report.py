@@ -255,6 +255,9 @@ def test_the_live_table_and_the_report_have_the_same_figures(folder: Path) -> No
     report = report_of(folder)
     said = title("toy", 4, 4, views, credits)
     assert said == "toy: round 4 of 4, 8,000 tokens, straggler idle 9.0%, WAN idle 12.0%"
+    assert headline({**report, "idle_valid": False}).endswith(
+        "WAN idle 12.0% (the idle figures are not valid: emulated speeds were not kept, overrun above 1%)"
+    )
     perplexity = "validation perplexity 240.00 -> 12.00"
     assert headline(report) == f"4 rounds, 8,000 tokens: {perplexity}, straggler idle 9.0%, WAN idle 12.0%"
     console = Console(width=120, record=True, file=io.StringIO())

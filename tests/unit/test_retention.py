@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from geomesh_p2p.config import RunConfig, SaveSection
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.log import LogState
-from geomesh_p2p.core.retention import DiskForecast, DiskSample, fullest, retained
+from geomesh_p2p.core.retention import DiskForecast, DiskSample, above_limit, fullest, retained
 from geomesh_p2p.engine import footprint
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import write_synced
@@ -147,6 +147,25 @@ def test_what_must_stay_is_told_once_with_figures_if_it_is_above_the_limit(tmp_p
         assert word in warning
 
 
+def test_it_is_not_told_again_when_sizes_change_or_a_joiner_holds_one_back(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "peer", keep_snapshots=4, keep_bytes=20_000)
+    folder.go_on(10)
+    folder.snapshots.read_chunk(5, 0, 100)
+    folder.go_on(5)
+    assert len(folder.snapshots.rounds()) == 3
+    folder.snapshots._read_at.clear()  # as if long ago
+    folder.go_on(5)
+    assert len(folder.snapshots.rounds()) == 2
+    assert len(folder.warnings) == 1
+
+
+def test_fewer_updates_are_advised_only_where_that_could_help() -> None:
+    save = SaveSection(snapshot_every_rounds=10)
+    assert "snapshot_every_rounds" in above_limit(25 * 10**6, fullest(save, 10**7, 10**6))[1], "two snapshots alone would do"
+    assert "snapshot_every_rounds" in above_limit(10**7, fullest(save, 10**7, 10**7))[1], "the updates are the larger share"
+    assert above_limit(10**7, fullest(save, 10**7, 10**6))[1] == "raise it (2 snapshots alone take 20 MB)"
+
+
 def test_a_snapshot_that_a_joiner_reads_stays_with_the_updates_after_it(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "peer", keep_snapshots=4, keep_bytes=20_000)
     folder.go_on(10)
@@ -247,6 +266,6 @@ def test_doctor_reckons_with_the_limit_and_says_if_it_cannot_be_held() -> None:
     assert "save.keep_bytes" in rest[0].what
     assert one.size_bytes + rest[0].size_bytes == (80 + 16 + 5) * 10**6, "one is written before others go"
     assert rest[-1].size_bytes == footprint.notes_bytes(100_000, 8)
-    assert footprint.keep_bytes_fault(run_of(keep_bytes=80 * 10**6), parameters, 8) == ""
-    assert "32 MB" in footprint.keep_bytes_fault(run_of(keep_bytes=32 * 10**6), parameters, 8)
-    assert footprint.keep_bytes_fault(run_of(), parameters, 8) == ""
+    assert footprint.keep_bytes_fault(run_of(keep_bytes=80 * 10**6), parameters, 8) is None
+    assert "32 MB" in " ".join(footprint.keep_bytes_fault(run_of(keep_bytes=32 * 10**6), parameters, 8) or ())
+    assert footprint.keep_bytes_fault(run_of(), parameters, 8) is None

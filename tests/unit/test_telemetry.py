@@ -579,6 +579,19 @@ def test_a_committed_round_says_what_is_the_runs_and_what_is_this_peers_own() ->
     assert caught_up == "round 5 committed by 2, 800 tokens; digest abababababab"
 
 
+def test_a_round_without_contributions_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    console = ConsoleReporter("north")
+    console(seen.RolledBack(5, 2))
+    empty = replace(ROUND, contributors=(), credited={}, tokens=0, loss=None, validation_ppl=None)
+    console(empty)
+    assert caplog.messages == ["round 5: the state after round 2 once more, by order"]
+    console(replace(empty, round=6, gone=("south",)))
+    console(replace(empty, round=7))
+    assert caplog.messages[1].startswith("round 6: south leaves; ")
+    assert caplog.messages[2].startswith("round 7 committed without contributions: the voters changed; ")
+
+
 def test_that_nobody_leads_is_said_once_and_only_if_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = FakeClock()
