@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -70,6 +71,20 @@ def parse_address(text: str) -> Address:
     return Address(text, host, int(port), peer, relay)
 
 
+def parse_peer_address(text: str) -> Address:
+    """An address that names a peer, as needed to dial it. Raises ValueError with the reason."""
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        bare, why = EXAMPLE, str(error).partition(": write it like")[0]
+        if found := re.fullmatch(r"([\w.-]+):(\d{1,5})", text, re.ASCII):
+            bare = f"/{'ip4' if found[1].replace('.', '').isdigit() else 'dns4'}/{found[1]}/tcp/{found[2]}"
+        raise ValueError(f"{why}: write it like {bare}/p2p/PEER_ID, as that peer prints it") from None
+    if not address.peer:
+        raise ValueError("names no peer id: it must end in /p2p/PEER_ID, as that peer prints it")
+    return address
+
+
 def _peer(text: str) -> str:
     """The last peer id in this part of an address, "" if there is none."""
     parts = text.strip("/").split("/")
@@ -108,13 +123,10 @@ def address_problems(listen: str, announce: str, seeds: Iterable[str]) -> Iterat
     for key, texts in zip(read, ((listen,), (announce,) if announce else (), seeds), strict=True):
         for text in texts:
             try:
-                read[key].append(parse_address(text))
+                read[key].append(parse_peer_address(text) if key == "net.seeds" else parse_address(text))
             except ValueError as error:
                 unread = True
                 yield (key,), f'{key}: "{text}" {error}'
-                continue
-            if key == "net.seeds" and not read[key][-1].peer:
-                yield (key,), f'{key}: "{text}" names no peer id: it must end in /p2p/PEER_ID, as that peer prints it'
     if unread:
         return
     setting = "net.announce" if announce else "net.listen"

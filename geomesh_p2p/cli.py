@@ -157,6 +157,8 @@ def _peer(args: argparse.Namespace) -> int:
     if args.first and not site.config.site.trains:
         raise ConfigError(f"{site.path}: site.trains = false: an observer cannot found a run: start it with --bootstrap")
     holds_a_run = (folder / "founding.record").exists()
+    if args.fork_from is not None and args.first:
+        raise ConfigError("--fork-from goes on from the run in this site's folder, --first begins anew: give one of them")
     if args.fork_from is not None and not holds_a_run:
         raise ConfigError(f"--fork-from {args.fork_from}: {folder} holds no run: start this where a peer of the old run was")
     if not args.first and not config.net.seeds and not holds_a_run:
@@ -250,6 +252,10 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _rollback(args: argparse.Namespace) -> int:
+    if args.to_round < 0:
+        raise ConfigError(f"--to-round {args.to_round}: there is no such round: 0 is the state that the run began with")
+    if args.to_round == 0 and not args.yes:
+        raise ConfigError("--to-round 0 undoes everything that this run was trained: add --yes if you mean it")
     from geomesh_p2p.lab.status import rollback
 
     return rollback(_call(args), args.to_round)
@@ -257,9 +263,9 @@ def _rollback(args: argparse.Namespace) -> int:
 
 def _call(args: argparse.Namespace) -> Any:
     from geomesh_p2p.lab.status import Call
-    from geomesh_p2p.seed_files import read_address
+    from geomesh_p2p.seed_files import read_peer_address
 
-    return Call(read_address(args.address, 0.0), args.identity, args.join_secret_file)
+    return Call(read_peer_address(args.address, "ADDR"), args.identity, args.join_secret_file, args.address)
 
 
 def _config_show(args: argparse.Namespace) -> int:
@@ -389,6 +395,7 @@ def _parser() -> _Parser:
     back = add("rollback", _rollback, "Take a whole run back to the state after an earlier round, on purpose.", keys=False)
     _add_call(back)
     back.add_argument("--to-round", type=int, required=True, metavar="ROUND", help="0: the weights it began with")
+    back.add_argument("--yes", action="store_true", help="needed for round 0, which undoes everything")
 
     config = verbs.add_parser("config", help="Work on configuration.").add_subparsers(metavar="VERB", required=True)
     show = add("show", _config_show, "Print the resolved configuration with the origin of each value.", config)

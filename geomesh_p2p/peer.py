@@ -134,7 +134,7 @@ class Peer:
         self.run, self.site, self.options, self.folder = run, site, options, folder
         self.name = site.site.name
         self.make_engine = make_engine
-        self.board = StatusBoard(self.name, run.run.rounds)
+        self.board = StatusBoard(self.name, run.run.rounds, run_id=run.run.id)
         self.observers: list[Callable[[Any], None]] = [self.board]
         self.admission = Admission()
         self.control: ControlChannel | None = None

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from geomesh_p2p.addresses import parse_address
-from geomesh_p2p.errors import ConfigError, UnreachableError
+from geomesh_p2p.addresses import parse_address, parse_peer_address
+from geomesh_p2p.errors import ConfigError, GeoMeshError, UnreachableError
 
 MOST_BYTES = 4096
 LOOK_SECONDS = 0.2
@@ -36,6 +36,20 @@ def read_address(text: str, limit_seconds: float) -> str:
             step = f"start the peer that writes it (--address-file {text[1:]}), or correct the path"
             raise UnreachableError(f"--bootstrap {text}: {why}{waited}: {step}")
         time.sleep(LOOK_SECONDS)
+
+
+def read_peer_address(text: str, name: str) -> str:
+    """A peer's address as given as the argument `name`, or the one in a file (`@FILE`) that is there by now. Raises ConfigError
+    if it is none that can be dialled."""
+    try:
+        found = read_address(text, 0.0) if is_file(text) else text
+    except GeoMeshError as error:
+        raise ConfigError(f"{name}{str(error).removeprefix('--bootstrap')}") from None
+    try:
+        parse_peer_address(found)
+    except ValueError as error:
+        raise ConfigError(f'{name}: "{text}" {error}') from None
+    return found
 
 
 class SeedFiles:

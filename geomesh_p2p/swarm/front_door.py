@@ -11,7 +11,7 @@ from geomesh_p2p.swarm.clocks import answer_clock
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Session
-from geomesh_p2p.swarm.visits import Visits
+from geomesh_p2p.swarm.visits import TRY_AGAIN, Visits
 
 
 class FrontDoor:
@@ -47,7 +47,7 @@ class FrontDoor:
         if self.visits is not None and (told := await self.visits.answer(sender, fetch)) is not None:
             return told
         if isinstance(fetch, Order):
-            return Fetched(False, b"this peer is starting: try again", 0, 0, b"", 0)
+            return Fetched(False, b"this peer is starting: try again", 0, 0, b"", TRY_AGAIN)
         if (time_of_day := answer_clock(fetch)) is not None:
             return time_of_day
         if self.session is None:

@@ -125,18 +125,20 @@ def _public(key_type: int, data: bytes) -> bytes:
     return bytes(crypto_pb2.PublicKey(key_type=key_type, data=data).SerializeToString())
 
 
-def read_secret(path: Path) -> bytes:
-    """Raises ConfigError; an empty secret would open the run to everybody."""
-    setting = f"net.join_secret_file = {str(path)!r}"
+def read_secret(path: Path, flag: str = "") -> bytes:
+    """Raises ConfigError; an empty secret would open the run to everybody. `flag`: where the file was named, if
+    not in the settings, by somebody who is to have the run's secret already."""
+    setting = f"{flag} {path}" if flag else f"net.join_secret_file = {str(path)!r}"
+    missing = "name the file that holds the run's secret" if flag else _secret_step(path)
     try:
         secret = path.read_bytes().strip()
     except FileNotFoundError as error:
-        raise ConfigError(f"{setting} cannot be read ({error.strerror}): {_secret_step(path)}") from None
+        raise ConfigError(f"{setting} cannot be read ({error.strerror}): {missing}") from None
     except OSError as error:
         step = "name a file that this user can read, or mend its rights"
         raise ConfigError(f"{setting} cannot be read ({error.strerror}): {step}") from None
     if not secret:
-        raise ConfigError(f"{setting} is empty: {_secret_step(path)}")
+        raise ConfigError(f"{setting} is empty: {missing}")
     return secret
 
 

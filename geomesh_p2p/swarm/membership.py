@@ -70,7 +70,8 @@ class Admission:
         if self.allow and peer not in self.allow:
             return f"peer {peer} is not on the allow list (net.allow)"
         if self.secret and not hmac.compare_digest(proof, self.proof(peer, me)):
-            return "the join secret was not proved (net.join_secret_file)"
+            what = "the one given is another" if proof else "none was given"
+            return f"the join secret was not proved (net.join_secret_file): {what}"
         return ""
 
     def way_in(self, peer: PeerId) -> str:

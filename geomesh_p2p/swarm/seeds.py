@@ -100,6 +100,7 @@ class Seeds:
 
 
 BACKING_OFF = "libp2p waits before it dials again"
+ANOTHER_PEER = "another peer answers there (its peer id differs)"
 
 
 def dial_reason(text: str, address: str) -> str:
@@ -108,7 +109,7 @@ def dial_reason(text: str, address: str) -> str:
     own = next((line for line in text.splitlines() if f"[{bare}]" in line), text)
     low = own.lower()
     if "peer id mismatch" in low or "key mismatch" in low:
-        return "another peer answers there (its peer id differs)"
+        return ANOTHER_PEER
     if "connection refused" in low:
         return "connection refused: nothing listens there"
     if "no route to host" in low or "network is unreachable" in low:

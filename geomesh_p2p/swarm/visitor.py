@@ -10,16 +10,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from geomesh_p2p.addresses import parse_peer_address
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.messages import Fetch, Fetched, Message, Order, Request
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
-from geomesh_p2p.errors import ConfigError, GeoMeshError, RefusedError, UnreachableError
-from geomesh_p2p.swarm.addresses import parse
+from geomesh_p2p.errors import ConfigError, GeoMeshError, RefusedError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm.membership import Admission
-from geomesh_p2p.swarm.seeds import dial_reason
+from geomesh_p2p.swarm.seeds import ANOTHER_PEER, dial_reason
 from geomesh_p2p.swarm.transport import Libp2pTransport
-from geomesh_p2p.swarm.visits import STATUS
+from geomesh_p2p.swarm.visits import MOST_WORDS, STATUS, TRY_AGAIN
 
 ANSWER_SECONDS = 8.0
 NEEDED = ": pass what a peer of the run has (--join-secret-file, --identity)"
@@ -47,31 +47,38 @@ class Visitor:
         await self._closing.aclose()
 
     async def status(self, address: str) -> dict[str, Any]:
-        """What the peer at `address` says. Raises ConfigError (no address of a peer), UnreachableError, RefusedError."""
+        """What the peer at `address` says. Raises ConfigError (no address of a peer), UnreachableError, RefusedError,
+        TemporaryError."""
         return dict(json.loads((await self._request(address, lambda proof: Fetch(STATUS, 0, proof, 0, 0))).data))
 
     async def order(self, address: str, verb: str, site: str = "", round: int = 0) -> str:
         """Have the peer at `address` see to an order (messages.Order). What it says was done. Raises as status()."""
         answer = await self._request(address, lambda proof: Order(verb, site, round, False, proof))
-        return answer.header.decode(errors="replace")[:400]
+        return answer.header.decode(errors="replace")[:MOST_WORDS]
 
     async def _request(self, address: str, make: Callable[[bytes], Request]) -> Fetched:
         """`make` gets the proof of the right to join."""
-        target = parse(address, "ADDR")
-        if not target.peer:
-            raise ConfigError(f"{address}: it must end in /p2p/ID: take it from the line that a peer of the run prints")
+        try:
+            target = parse_peer_address(address)
+        except ValueError as error:
+            raise ConfigError(f'ADDR: "{address}" {error}') from None
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answer = await self._ask(target.peer, target.text, make)
         except TimeoutError:
             raise UnreachableError(f"{address}: no answer within {ANSWER_SECONDS:g} s: see that this peer is up") from None
         except Unreachable as error:
-            raise UnreachableError(f"{address}: {dial_reason(str(error), target.text)}: see that this peer is up") from None
+            reason = dial_reason(str(error), target.text)
+            anew = "take the address anew from the line that the peer prints"
+            step = anew if reason == ANOTHER_PEER else "see that this peer is up"
+            raise UnreachableError(f"{address}: {reason}: {step}") from None
         if answer.found:
             return answer
-        why = answer.header.decode(errors="replace")[:400]
+        why = answer.header.decode(errors="replace")[:MOST_WORDS]
         if not why:
             raise UnreachableError(f"{address}: this peer is starting and has nothing to say yet: try again")
+        if answer.hint == TRY_AGAIN:
+            raise TemporaryError(f"{address}: {why}")
         raise RefusedError(f"{address}: {why}{NEEDED if 'net.' in why else ''}")
 
     async def _ask(self, peer: PeerId, address: str, make: Callable[[bytes], Request]) -> Fetched:

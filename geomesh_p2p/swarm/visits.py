@@ -18,6 +18,7 @@ from typing import Any
 from geomesh_p2p.core.messages import Fetch, Fetched, Order, Request
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
+from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.transport import Libp2pTransport
 
@@ -25,6 +26,9 @@ log = logging.getLogger("geomesh.visits")
 STATUS = "status"
 MOST_BYTES = 1 << 20
 PASS_ON_SECONDS = 5.0
+MOST_WORDS = 400
+TRY_AGAIN = TemporaryError.exit_code
+"""The hint of a refusal that may be over soon."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Visits:
     # ------------------------------------------------------------ orders
 
     async def _obey(self, sender: PeerId, order: Order) -> Fetched:
-        giver = self._membership.site_of(sender) if self._membership.admitted(sender) else f"a visitor ({sender})"
+        member = self._membership.admitted(sender)
+        giver = f"a visitor, passed on by {self._membership.site_of(sender)}" if member else f"a visitor ({sender})"
         match order.verb:
             case "drain" if order.site == self._membership.me.site:
                 log.info("told to leave by %s", giver)
@@ -79,14 +84,19 @@ class Visits:
                 self._host.stop_run()
                 return _said(True, "the run stops after the round going on; every peer saves, and ends with exit code 0")
             case "rollback":
-                leader = self._host.leader()
-                if not leader:
-                    return _said(False, "there is no leader now: try again when geomesh status shows one")
-                if leader != self._membership.me.peer:
-                    return await self._pass_on(leader, order) or _said(False, "the leader does not answer: try again")
-                log.info("told to roll back to round %d by %s", order.round, giver)
-                return _said(*await self._host.roll_back(order.round))
+                told = await self._roll_back(order)
+                words = ("" if told.found else "refused, ") + told.header.decode(errors="replace")[:MOST_WORDS]
+                log.info("rollback to round %d ordered by %s: %s", order.round, giver, words)
+                return told
         return _said(False, f"{order.verb[:32]!r} is no order")
+
+    async def _roll_back(self, order: Order) -> Fetched:
+        leader = self._host.leader()
+        if not leader:
+            return _later("there is no leader now: try again when geomesh status shows one")
+        if leader != self._membership.me.peer:
+            return await self._pass_on(leader, order) or _later("the leader does not answer: try again")
+        return _said(*await self._host.roll_back(order.round))
 
     async def _pass_on(self, peer: PeerId, order: Order) -> Fetched | None:
         """None if it does not answer, or the order was passed on before: two peers that take each other for the one that it
@@ -110,7 +120,8 @@ class Visits:
     def overview(self) -> dict[str, Any]:
         me = self._membership.me
         run = me.founding.run.hex() if me.founding else None
-        return {**self._host.own(), "peer": me.peer, "run": run, "others": self._others()}
+        limit = self._membership.limit_seconds
+        return {**self._host.own(), "peer": me.peer, "run": run, "heartbeat_limit_seconds": limit, "others": self._others()}
 
     def _others(self) -> list[dict[str, Any]]:
         now, links = time.monotonic(), self._transport.links
@@ -139,3 +150,7 @@ class Visits:
 
 def _said(done: bool, words: str) -> Fetched:
     return Fetched(done, words.encode(), 0, 0, b"", 0)
+
+
+def _later(words: str) -> Fetched:
+    return Fetched(False, words.encode(), 0, 0, b"", TRY_AGAIN)

@@ -17,13 +17,14 @@ from geomesh_p2p.telemetry.sinks import jsonable
 WARNINGS_KEPT = 10
 ROUNDS_KEPT = 5
 LONGEST_TEXT = 500
+PERPLEXITIES_KEPT = 64
 
 
 class StatusBoard:
-    """An observer. `goal` is the run's last round."""
+    """An observer. `goal` is the run's last round, `run_id` its name."""
 
-    def __init__(self, site: str, goal: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._site, self._goal, self._clock = site, goal, clock
+    def __init__(self, site: str, goal: int, clock: Callable[[], float] = time.monotonic, run_id: str = "") -> None:
+        self._site, self._goal, self._clock, self._run_id = site, goal, clock, run_id
         self._began = clock()
         self._phase = seen.PhaseChanged("starting", 0)
         self._phase_since = self._began
@@ -33,13 +34,14 @@ class StatusBoard:
         self._digest = b""
         self._leader, self._term = "", 0
         self._perplexity: tuple[int, float] | None = None
+        self._perplexities: deque[seen.Validated] = deque(maxlen=PERPLEXITIES_KEPT)
         self._plan: Plan | None = None
         self._rolled_back: seen.RolledBack | None = None
         self._training: seen.TrainingProgress | None = None
         self._exchange: seen.ExchangeProgress | None = None
         self._rounds: deque[seen.RoundCommitted] = deque(maxlen=ROUNDS_KEPT)
         self._seconds = {"straggler_idle": 0.0, "wan_idle": 0.0, "wall": 0.0}
-        self._warnings: deque[tuple[float, seen.Warned]] = deque(maxlen=WARNINGS_KEPT)
+        self._warnings: deque[tuple[float, str, str]] = deque(maxlen=WARNINGS_KEPT)
 
     def __call__(self, event: Any) -> None:
         match event:
@@ -63,12 +65,18 @@ class StatusBoard:
                 self._rounds.clear()
             case seen.Validated():
                 self._perplexity = event.round, event.perplexity
+                self._perplexities.append(event)
             case seen.RolledBack():
                 self._rolled_back = event
             case seen.LeaderChanged():
                 self._leader, self._term = event.leader, event.term
             case seen.Warned():
-                self._warnings.append((self._clock(), event))
+                self._warn(event.reason, event.text)
+            case seen.PeerLost(left=False):
+                self._warn("peer_lost", f"{event.site} is lost: not heard for {event.silent_seconds:.1f} s")
+
+    def _warn(self, reason: str, text: str) -> None:
+        self._warnings.append((self._clock(), reason, text[:LONGEST_TEXT]))
 
     def _committed(self, event: seen.RoundCommitted) -> None:
         self._round, self._tokens, self._digest = event.round, event.tokens_total, event.digest
@@ -76,6 +84,12 @@ class StatusBoard:
         self._rounds.append(event)
         for name in self._seconds:
             self._seconds[name] += getattr(event.times, name)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there is somebody to plan and somebody to train with: else there is no telling when the run will end."""
+        waits = any(words in self._phase.waiting_for for words in ("a leader", "a quorum", "min_peers"))
+        return bool(self._leader) and not self._phase.lacking and not waits
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able; the same keys always, null where nothing is known."""
@@ -85,6 +99,7 @@ class StatusBoard:
         seconds = median(lasts) if lasts else None
         return jsonable({
             "site": self._site,
+            "run_id": self._run_id,
             "version": __version__,
             "uptime_seconds": now - self._began,
             "phase": self._phase.phase,
@@ -98,11 +113,12 @@ class StatusBoard:
             "rolled_back": None if self._rolled_back is None else asdict(self._rolled_back),
             "committed_seconds_ago": None if self._committed_at is None else now - self._committed_at,
             "round_seconds": seconds,
-            "eta_seconds": None if seconds is None else max(0, self._goal - self._round) * seconds,
+            "eta_seconds": max(0, self._goal - self._round) * seconds if seconds is not None and self._goes_on else None,
             "tokens": self._tokens,
             "round_tokens": None if last is None else last.round_tokens,
             "perplexity": None if self._perplexity is None else self._perplexity[1],
             "perplexity_round": None if self._perplexity is None else self._perplexity[0],
+            "perplexities": [{"round": one.round, "perplexity": one.perplexity} for one in self._perplexities],
             "loss": None if self._training is None else self._training.loss,
             "tokens_per_second": None if self._training is None else self._training.tokens_per_second,
             "step": None if self._training is None else [self._training.step, self._training.steps],
@@ -111,8 +127,7 @@ class StatusBoard:
             "wan_idle_share": self._seconds["wan_idle"] / wall if wall else None,
             "plan": None if self._plan is None else plan_in_short(self._plan),
             "warnings": [
-                {"seconds_ago": now - at, "reason": warned.reason, "text": warned.text[:LONGEST_TEXT]}
-                for at, warned in self._warnings
+                {"seconds_ago": now - at, "reason": reason, "text": text} for at, reason, text in self._warnings
             ],
         })  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,11 @@ def test_a_peer_that_is_gone_is_told_as_the_others_see_it(mesh: Sites) -> None:
     try:
         peers = {peer["site"]: peer for peer in told(mesh)["peers"]}
         assert peers["c"]["told_by"] == "b"
+        limit = time.monotonic() + 60
+        while not peers["c"]["lost"] and time.monotonic() < limit:
+            peers = {peer["site"]: peer for peer in told(mesh)["peers"]}
+        assert (peers["c"]["phase"], peers["c"]["ready"]) == ("lost", False)
+        assert any(one["text"].startswith("c is lost") for one in told(mesh)["asked"]["warnings"])
         assert peers["a"]["told_by"] == "a"
     finally:
         mesh["c"].start()
@@ -125,7 +131,7 @@ def test_a_site_that_another_peer_is_asked_to_drain_leaves_in_good_order(mesh: S
     assert done.stdout.startswith("c leaves after its round")
     assert drained.process is not None
     assert drained.process.wait(120) == 0
-    assert "drained by b" in drained.log()
+    assert "drained by a visitor, passed on by b" in drained.log()
     mesh.advance(2, others)
     assert drained.peer not in others[0].history("commit")[-1]["view"]
     drained.start()
@@ -139,6 +145,9 @@ def test_the_whole_run_goes_back_to_an_earlier_round_by_order(mesh: Sites) -> No
     done = call(mesh, "rollback", "--to-round", str(target), "--join-secret-file", "secret")
     assert done.returncode == 0, done.stderr
     assert f"the model is that after round {target} again" in done.stdout
+    assert done.stdout.startswith("undoes ")
+    assert f"({target + 1} to " in done.stdout
+    assert "\nundo: geomesh rollback " in done.stdout
     mesh.advance(3)
     went = {site.name: [one for one in site.history("commit") if "rollback" in one] for site in mesh}
     rounds = {one["round"] for commits in went.values() for one in commits}
@@ -154,7 +163,7 @@ def test_the_whole_run_goes_back_to_an_earlier_round_by_order(mesh: Sites) -> No
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["rollback", "--to-round", "99999", "--join-secret-file", "secret"], 5, "--to-round takes an earlier one"),
-    (["rollback", "--to-round", "-1", "--join-secret-file", "secret"], 5, "--to-round takes an earlier one"),
+    (["rollback", "--to-round", "-1", "--join-secret-file", "secret"], 2, "there is no such round"),
     (["rollback", "--to-round", "1"], 5, "the join secret was not proved"),
     (["drain", "nowhere", "--join-secret-file", "secret"], 5, "no site 'nowhere' here: there are b, a, c"),
     (["drain", "c"], 5, "the join secret was not proved"),

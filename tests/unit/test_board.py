@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from geomesh_p2p.core import observations as seen
-from geomesh_p2p.telemetry.board import LONGEST_TEXT, WARNINGS_KEPT, StatusBoard
+from geomesh_p2p.telemetry.board import LONGEST_TEXT, PERPLEXITIES_KEPT, WARNINGS_KEPT, StatusBoard
 from tests.unit.test_telemetry import PLAN, ROUND, FakeClock
 
 
@@ -75,3 +75,32 @@ def test_warnings_are_the_newest_and_bounded(board: StatusBoard, clock: FakeCloc
     assert warnings[-1]["text"].startswith(f"{3 * WARNINGS_KEPT - 1} ")
     assert warnings[-1]["seconds_ago"] == 1.0
     assert max(len(one["text"]) for one in warnings) == LONGEST_TEXT
+
+
+def test_who_is_lost_is_among_the_warnings_and_who_has_left_is_not(board: StatusBoard, clock: FakeClock) -> None:
+    board(seen.PeerLost("p", "south", 5.2))
+    board(seen.PeerLost("q", "west", 5.2, left=True))
+    clock.now += 2.0
+    text = "south is lost: not heard for 5.2 s"
+    assert board.snapshot()["warnings"] == [{"seconds_ago": 2.0, "reason": "peer_lost", "text": text}]
+
+
+def test_there_is_no_telling_the_end_while_there_is_nobody_to_plan_or_to_train_with(board: StatusBoard) -> None:
+    board(seen.LeaderChanged(3, "south", False))
+    board(ROUND)
+    assert board.snapshot()["eta_seconds"] is not None
+    for waiting_for, lacking in (("a quorum of the voters: south", 0), ("a leader to be elected", 0), ("1 more peer", 1)):
+        board(seen.PhaseChanged("planning", 5, waiting_for, lacking=lacking))
+        assert board.snapshot()["eta_seconds"] is None, waiting_for
+    board(seen.PhaseChanged("exchange", 5, "the exchange"))
+    assert board.snapshot()["eta_seconds"] is not None
+    board(seen.LeaderChanged(4, "", False))
+    assert board.snapshot()["eta_seconds"] is None
+
+
+def test_perplexities_of_earlier_rounds_are_kept_some_time(board: StatusBoard) -> None:
+    for round in range(2 * PERPLEXITIES_KEPT):
+        board(seen.Validated(round, 9.0 - round / 1000, final=False))
+    told = board.snapshot()["perplexities"]
+    assert len(told) == PERPLEXITIES_KEPT
+    assert told[-1] == {"round": 127, "perplexity": pytest.approx(8.873)}

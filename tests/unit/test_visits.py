@@ -13,7 +13,7 @@ from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import Founding
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Acquaintance, Admission, Membership, Self
-from geomesh_p2p.swarm.visits import Host, Visits
+from geomesh_p2p.swarm.visits import TRY_AGAIN, Host, Visits
 
 SECRET = Admission(secret=b"a secret")
 FOUNDING = Founding(b"f" * 32, b"nonce", 0, b"w" * 32, "me")
@@ -72,12 +72,13 @@ async def test_a_question_is_answered_for_whoever_may_join() -> None:
     status = json.loads(told.data)
     assert (status["site"], status["run"]) == ("a", FOUNDING.run.hex())
     assert [other["site"] for other in status["others"]] == ["b"]
+    assert status["heartbeat_limit_seconds"] == 5.0
     assert (await scene.visits.answer("other", Fetch("status", 0, b"", 0, 0))).found  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("admission", "proof", "why"), [
-    (SECRET, b"", "join secret"),
-    (SECRET, b"x" * 32, "join secret"),
+    (SECRET, b"", "join_secret_file): none was given"),
+    (SECRET, b"x" * 32, "join_secret_file): the one given is another"),
     (SECRET, SECRET.proof("visitor", "another"), "join secret"),
     (Admission(frozenset({"friend"})), b"", "allow list"),
 ])  # fmt: skip
@@ -148,22 +149,33 @@ async def test_other_words_are_no_order() -> None:
     assert "'format' is no order" in (await Scene().order("format")).header.decode()
 
 
-async def test_a_rollback_is_for_the_leader_alone() -> None:
+async def test_a_rollback_is_for_the_leader_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "geomesh.visits")
     scene = Scene()
-    assert "the leader does not answer" in (await scene.order("rollback", round=3)).header.decode()
+    told = await scene.order("rollback", round=3)
+    assert "the leader does not answer" in told.header.decode()
+    assert told.hint == TRY_AGAIN
+    ordered = "rollback to round 3 ordered by a visitor (visitor): "
+    assert caplog.messages == [f"{ordered}refused, the leader does not answer: try again"]
     scene.transport.answers["other"] = Fetched(True, b"b will", 0, 0, b"", 0)
     assert (await scene.order("rollback", round=3)).header == b"b will"
     assert scene.transport.passed[-1] == ("other", Order("rollback", "", 3, True, SECRET.proof("me", "other")))
     assert scene.done == []
+    assert caplog.messages[-1] == f"{ordered}b will"
     scene.leader = ""
-    assert "there is no leader now" in (await scene.order("rollback", round=3)).header.decode()
+    told = await scene.order("rollback", round=3)
+    assert "there is no leader now" in told.header.decode()
+    assert told.hint == TRY_AGAIN
     assert scene.done == []
 
 
 @pytest.mark.parametrize(("round", "will"), [(3, True), (8, False)])
-async def test_the_leader_says_whether_it_can_go_back(round: int, will: bool) -> None:
+async def test_the_leader_says_whether_it_can_go_back(round: int, will: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "geomesh.visits")
     scene = Scene()
     scene.leader = "me"
-    told = await scene.order("rollback", round=round)
-    assert (told.found, told.header) == (will, b"in words")
+    told = await scene.order("rollback", sender="other", passed_on=True, round=round)
+    assert (told.found, told.header, told.hint) == (will, b"in words", 0)
     assert scene.done == [f"back to {round}"]
+    outcome = "in words" if will else "refused, in words"
+    assert caplog.messages == [f"rollback to round {round} ordered by a visitor, passed on by b: {outcome}"]
