@@ -22,7 +22,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     mesh = Sites(folder, ["a", "b", "c"], rounds=100_000, command=LIGHT)
     mesh.environment |= {"LIGHT_TRAIN_SECONDS": "0.3"}
     for site in mesh:
-        site.extra = ["--net.join_secret_file", str(folder / "secret")]
+        site.extra = ["--net.join_secret_file", str(folder / "secret"), "--save.keep_snapshots", "40"]
     try:
         mesh.start()
         mesh.together()
