@@ -24,6 +24,7 @@ from geomesh_p2p import __version__, environment
 from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError
 
 if TYPE_CHECKING:
+    from geomesh_p2p.core.findings import Finding
     from geomesh_p2p.loading import Resolved, SiteFile
 
 KEY_FLAG = re.compile(r"--([a-z0-9_]+\.[a-z0-9_.]+)(?:=(.*))?", re.DOTALL)
@@ -225,8 +226,15 @@ def _history_verify(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from geomesh_p2p.doctor import doctor, exit_code, report
 
-    findings = doctor(args.run, args.site, args.bootstrap or (), args.overrides, os.environ)
-    print(report(findings, args.json))
+    def tell(found: list[Finding]) -> None:
+        if found and not args.json:
+            print(report(found, False), flush=True)
+
+    logging.basicConfig(format="geomesh: %(message)s", level=logging.WARNING)
+    logging.getLogger("geomesh.doctor").setLevel(logging.INFO)
+    findings = doctor(args.run, args.site, args.bootstrap or (), args.overrides, os.environ, tell)
+    if args.json:
+        print(report(findings, True))
     return exit_code(findings)
 
 

@@ -21,22 +21,27 @@ from geomesh_p2p import environment
 from geomesh_p2p.addresses import address_problems
 from geomesh_p2p.config import NetSection, RunConfig, SiteConfig
 from geomesh_p2p.core.findings import Finding, fatal, fatals, ok, refused, warning
-from geomesh_p2p.errors import ConfigError, GeoMeshError
+from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError, UnreachableError
 from geomesh_p2p.loading import DEFAULT, SiteFile, inspect_run, inspect_site
 from geomesh_p2p.seed_files import read_address
 from geomesh_p2p.swarm import preflight as network
 from geomesh_p2p.swarm.offload import in_own_thread
 
 log = logging.getLogger("geomesh")
+progress = logging.getLogger("geomesh.doctor")
 LIMIT_SECONDS = 9.0
 """For all checks together, imports and the start of the interpreter included."""
 LEAST_SECONDS = 7.0              # for the checks, however slow the start was
 LEAST_GROUP = 8
 """Group size that is reckoned with if the run does not say that it needs more."""
+TELL_SECONDS = 3.0               # then whoever waits hears for what
 START_SECONDS = 60.0             # a peer's start may have to load a tokenizer from the hub
 PORT_PATIENCE_SECONDS = 3.0      # a peer's former self may be about to go
 
+PASSING = (UnreachableError.exit_code, TemporaryError.exit_code)
+
 Check = Callable[[], Awaitable[list[Finding]]]
+Tell = Callable[[list[Finding]], None]
 
 
 # ---------------------------------------------------------------- geomesh doctor
@@ -48,11 +53,14 @@ def doctor(
     bootstrap: Sequence[str],
     overrides: Mapping[str, str],
     env: Mapping[str, str],
+    tell: Tell = lambda found: None,
 ) -> list[Finding]:
-    """Everything that can be found out without joining, within ten seconds. `bootstrap`: addresses, or @FILE."""
+    """Everything that can be found out without joining, within ten seconds. `bootstrap`: addresses, or @FILE. `tell` gets the
+    findings of each group of checks as soon as it is done."""
     seeds, unread = _addresses(bootstrap)
     run, site, findings = _configuration(run_file, site_file, seeds, overrides, env)
-    return findings + unread + asyncio.run(_examine(run, site, run_file is not None))
+    tell(findings + unread)
+    return findings + unread + asyncio.run(_examine(run, site, run_file is not None, tell))
 
 
 def report(findings: Sequence[Finding], as_json: bool) -> str:
@@ -63,8 +71,9 @@ def report(findings: Sequence[Finding], as_json: bool) -> str:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """That of the first fatal one."""
-    return next((finding.exit_code for finding in fatals(findings)), 0)
+    """That of the first fatal one, of those first that do not pass by themselves: a supervisor goes by it."""
+    codes = [finding.exit_code for finding in fatals(findings)]
+    return next((code for code in codes if code not in PASSING), next(iter(codes), 0))
 
 
 def _addresses(bootstrap: Sequence[str]) -> tuple[list[str], list[Finding]]:
@@ -125,7 +134,7 @@ def _elsewhere(seed: str) -> bool:
     return not any(address_problems("/ip4/203.0.113.5/tcp/1", "", (seed,)))
 
 
-async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: bool) -> list[Finding]:
+async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: bool, tell: Tell) -> list[Finding]:
     checks: list[tuple[str, Check]] = [("python", _blocking(_host))]
     scratch = tempfile.TemporaryDirectory(prefix="geomesh-doctor-")
     if run is not None:
@@ -150,7 +159,8 @@ async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: b
             who = site or SiteConfig.model_validate({"site": {"name": "none"}})
             checks.append(("data, memory, disk", _blocking(lambda: _engine(known, who, place, peers))))
     try:
-        return await _all(checks, max(LEAST_SECONDS, LIMIT_SECONDS - (time.time() - psutil.Process().create_time())))
+        limit = max(LEAST_SECONDS, LIMIT_SECONDS - (time.time() - psutil.Process().create_time()))
+        return await _all(checks, limit, tell)
     finally:
         scratch.cleanup()
 
@@ -263,25 +273,46 @@ def _blocking(check: Callable[[], list[Finding]]) -> Check:
     return run
 
 
-async def _all(checks: Sequence[tuple[str, Check]], limit_seconds: float) -> list[Finding]:
-    """The findings of all checks in their order. One that takes too long is left to itself."""
-    tasks = [asyncio.ensure_future(check()) for _, check in checks]
-    await asyncio.wait(tasks, timeout=limit_seconds)
-    findings: list[Finding] = []
-    for (name, _), task in zip(checks, tasks, strict=True):
-        if not task.done():
-            task.cancel()
-            text = f"not done after {limit_seconds:g} s"
-            findings.append(warning(name, text, "try again when the host is less busy, or look into what it reads"))
-        elif (error := task.exception()) is None:
-            findings += task.result()
-        elif isinstance(error, GeoMeshError):
-            findings.append(refused(name, str(error), error.exit_code))
-        elif isinstance(error, OSError):
-            where = f"{error.filename}: " if error.filename else ""
-            text = f"{where}{error.strerror or error}"
-            findings.append(fatal(name, text, "see to that file and its rights", ConfigError.exit_code))
-        else:
-            raise error
+async def _all(
+    checks: Sequence[tuple[str, Check]],
+    limit_seconds: float,
+    tell: Tell = lambda found: None,
+    tell_seconds: float = TELL_SECONDS,
+) -> list[Finding]:
+    """The findings of all checks in their order; `tell` gets them as they come. One that takes too long is left to itself."""
+    names = [name for name, _ in checks]
+    tasks = {asyncio.ensure_future(check()): name for name, check in checks}
+    found, open_tasks, began, told = dict[str, list[Finding]](), set(tasks), time.monotonic(), False
+    while open_tasks and (left := limit_seconds - (time.monotonic() - began)) > 0:
+        quiet = began + tell_seconds - time.monotonic()
+        if not told and quiet <= 0:
+            told = True
+            names_left = "; ".join(tasks[task] for task in tasks if task in open_tasks)
+            progress.info("still checking: %s (at most %.0f s more)", names_left, left)
+        done, open_tasks = await asyncio.wait(
+            open_tasks, timeout=left if told else min(left, max(quiet, 0.0)), return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            found[tasks[task]] = _came_to(tasks[task], task)
+            tell(found[tasks[task]])
+    for task in open_tasks:
+        task.cancel()
+        text = f"not done after {limit_seconds:g} s"
+        advice = "try again when the host is less busy, or look into what it reads"
+        found[tasks[task]] = [warning(tasks[task], text, advice)]
+        tell(found[tasks[task]])
     await asyncio.gather(*tasks, return_exceptions=True)
-    return findings
+    return [finding for name in names for finding in found[name]]
+
+
+def _came_to(name: str, task: asyncio.Future[list[Finding]]) -> list[Finding]:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, GeoMeshError):
+        return [refused(name, str(error), error.exit_code)]
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"{where}{error.strerror or error}"
+        return [fatal(name, text, "see to that file and its rights", ConfigError.exit_code)]
+    raise error

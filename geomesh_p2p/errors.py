@@ -5,6 +5,7 @@
     ├── UnreachableError             3   the run, or every seed, could not be reached
     ├── DataError                    4   data, model, tokenizer or checkpoint cannot be used
     ├── RefusedError                 5   the run refused this peer (fingerprint, version, admission, name taken)
+    │   └── NotListedError           5   by its list of peers (net.allow), which may come to list this one
     ├── DivergedError                4   two different updates were committed for one round
     └── TemporaryError              75   try again later (disk full, port in use, directory locked)
 
@@ -39,6 +40,10 @@ class DivergedError(GeoMeshError):
 
 class RefusedError(GeoMeshError):
     exit_code = 5
+
+
+class NotListedError(RefusedError):
+    pass
 
 
 class TemporaryError(GeoMeshError):

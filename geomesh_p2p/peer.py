@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from geomesh_p2p.engine.forking import fork
 from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
-from geomesh_p2p.errors import DataError, GeoMeshError, RefusedError, TemporaryError
+from geomesh_p2p.errors import DataError, GeoMeshError, NotListedError, RefusedError, TemporaryError
 from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
@@ -59,6 +59,7 @@ from geomesh_p2p.train import LocalModel, train
 log = logging.getLogger("geomesh")
 CALIBRATION_SECONDS = 3.0
 MOST_BUGS_TOLD = 32
+AT_ONCE = "ended at once: what was committed is saved, the round going on is lost here"
 EARLY_BYTES = 2**22   # of an exchange that has not begun here, beside four contributions
 
 T = TypeVar("T")
@@ -167,7 +168,7 @@ class Peer:
 
     async def main(self) -> int:
         """Raises GeoMeshError for what a user can mend. Nothing is left of a start that did not come into the run, except
-        an identity that the run refused: others may be about to allow it."""
+        an identity that is not on the run's list: others may be about to allow it."""
         made = Made(self.folder)
         with DiskStore(self.folder) as store:
             self.joined = store.load_founding() is not None
@@ -176,7 +177,10 @@ class Peer:
                     return await self._from_start_to_end(store, closing)
             except (GeoMeshError, OSError, asyncio.CancelledError) as error:
                 if not self.joined:
-                    made.undo(keep="identity.key" if isinstance(error, RefusedError) else "")
+                    made.undo(keep="identity.key" if isinstance(error, NotListedError) else "")
+                    if isinstance(error, NotListedError):
+                        stays = f"its identity stays in {self.folder}, so that net.allow can list it"
+                        raise NotListedError(f"{error} ({stays})") from None
                 if isinstance(error, OSError) and error.filename is None:
                     error.filename = str(self.folder)  # a failed write does not know of what
                 if isinstance(error, asyncio.CancelledError) and self.failure is not None:
@@ -315,6 +319,8 @@ class Peer:
     def _on_signal(self, number: signal.Signals) -> None:
         """The first time: leave in good order. The second time: at once."""
         if self.signal is not None:
+            with suppress(OSError, ValueError):
+                print(f"geomesh: {AT_ONCE}", file=sys.stderr, flush=True)
             os._exit(128 + number)
         self.signal = number
         self._stop(f"signal {number.name}")

@@ -13,7 +13,7 @@ from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.messages import Refused
 from geomesh_p2p.core.types import Founding, PeerId
-from geomesh_p2p.errors import ConfigError, DataError, RefusedError, UnreachableError
+from geomesh_p2p.errors import ConfigError, DataError, NotListedError, RefusedError, UnreachableError
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse
 from geomesh_p2p.swarm.directory import Directory, Record
@@ -79,7 +79,8 @@ async def join(transport: Libp2pTransport, membership: Membership, net: NetSecti
 
 
 def refusal(refused: Refused) -> RefusedError:
-    return RefusedError(f"the run refuses this peer: {' '.join(refused.reason.split())}")
+    kind = NotListedError if "(net.allow)" in refused.reason else RefusedError
+    return kind(f"the run refuses this peer: {' '.join(refused.reason.split())}")
 
 
 async def keep_meeting(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core.messages import Hello
-from geomesh_p2p.core.observations import MembersChanged, PeerLost
+from geomesh_p2p.core.observations import MembersChanged, PeerLost, RoundCommitted
 from geomesh_p2p.core.ports import PeerTraffic
-from geomesh_p2p.core.types import Timing
+from geomesh_p2p.core.types import Term, Timing, Update
 from geomesh_p2p.swarm.membership import PROTOCOL_VERSION, Admission, Membership, Self
 from geomesh_p2p.swarm.rounds import RoundBook
 from geomesh_p2p.telemetry.metrics import MAX_GONE, Metrics
@@ -48,6 +49,19 @@ def test_metrics_remember_a_bounded_number_of_the_lost() -> None:
         metrics(PeerLost(f"peer-{number}", f"guest-{number}", 5.0))
     assert len(metrics._gone) == MAX_GONE
     assert f"guest-{3 * MAX_GONE - 1}" in metrics._gone
+
+
+def test_who_votes_no_more_is_named_where_the_round_before_was_seen() -> None:
+    me = Membership(Self("me", "here", True, b"f", {}), Admission(), lambda peer, message: None, 5.0)
+    assert me.on_hello("a", Hello(PROTOCOL_VERSION, b"", b"f", "{}", "site-a", True, b"", 0, b"", b""), 0.0)
+    said = list[Any]()
+    transport: Any = SimpleNamespace(traffic=dict)
+    book = RoundBook("me", me, transport, said.append, 0.0)
+    for round, voters in ((1, ("a", "me")), (2, ("me",)), (3, ("me",))):
+        update = Update(round, b"", "gather", (), (), voters, b"", 0)
+        book.committed(update, Term(1, "me"), "here", 0)
+        book.folded(update, 0.0, float(round))
+    assert [event.gone for event in said if isinstance(event, RoundCommitted)] == [(), ("site-a",), ()]
 
 
 def test_traffic_with_a_peer_that_was_forgotten_and_met_again_is_never_negative() -> None:

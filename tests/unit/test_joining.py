@@ -13,7 +13,7 @@ import pytest
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.messages import Hello, Refused
 from geomesh_p2p.core.types import Founding
-from geomesh_p2p.errors import RefusedError
+from geomesh_p2p.errors import NotListedError, RefusedError
 from geomesh_p2p.swarm import joining
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.membership import Admission, Membership, Self
@@ -235,6 +235,7 @@ async def test_a_stranger_is_told_what_to_ask_for_and_those_in_the_run_what_othe
     membership.on_hello("me", stranger.hello(SEED), 0.0)
     (refused,), (line,) = told, said
     words = str(joining.refusal(refused))
+    assert isinstance(joining.refusal(refused), NotListedError) is allow
     assert "the run refuses this peer: " in words
     assert ["add this peer id to net.allow" in words, "secret that net.join_secret_file" in words] == [allow, secret]
     assert "ask those who run its peers" not in line, "that is who reads it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -419,3 +420,37 @@ def test_without_a_run_file_the_doctor_still_reads_site_file_flags_and_variables
     assert found(None, [SEED], {})["fatal"] == [], "the run file may say where to listen"
     (loopback,) = found(None, [SEED], {"net.listen": "/ip4/127.0.0.1/tcp/0"})["fatal"]
     assert "loopback" in loopback
+
+
+def test_what_a_person_must_mend_goes_before_what_passes() -> None:
+    passing = [findings.fatal("a", "x", "y", 75), findings.fatal("b", "x", "y", 3)]
+    assert doctor.exit_code([]) == 0
+    assert doctor.exit_code(passing) == 75
+    assert doctor.exit_code([*passing, findings.fatal("c", "x", "y", 4), findings.fatal("d", "x", "y", 2)]) == 4
+
+
+async def test_what_is_found_is_told_at_once_and_after_a_while_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, said, go = list[str](), list[str](), asyncio.Event()
+
+    def info(text: str, *values: object) -> None:
+        said.append(text % values)
+        go.set()
+
+    monkeypatch.setattr(doctor.progress, "info", info)
+
+    async def slow() -> list[findings.Finding]:
+        await go.wait()
+        assert told == ["quick"]
+        return [findings.ok("slow", "done")]
+
+    async def quick() -> list[findings.Finding]:
+        return [findings.ok("quick", "done")]
+
+    def tell(found: list[findings.Finding]) -> None:
+        told.extend(one.check for one in found)
+
+    found = await doctor._all([("a slow disk", slow), ("b", quick)], 60.0, tell, tell_seconds=0.01)
+    assert [one.check for one in found] == ["slow", "quick"], "the report keeps its order"
+    assert told == ["quick", "slow"]
+    assert len(said) == 1
+    assert said[0].startswith("still checking: a slow disk (at most ")
