@@ -39,9 +39,11 @@ def fork(folder: Path, round: int, me: tuple[Digest, PeerId], engine: Engine, se
         try:
             log, state = rebuild.log_after(round), rebuild(round)
         except LookupError as error:
-            raise DataError(f"--fork-from {round}: {error} (last round: {store.newest_ever()})") from None
+            why = f"{error} (last round: {store.newest_ever()})"
+            raise DataError(f"--fork-from {round}: {why}{_instead(rebuild, round)}") from None
         if state is None:
-            raise DataError(f"--fork-from {round}: nothing in {folder} that the log agrees with leads there: try another round")
+            step = _instead(rebuild, round) or ": try another round"
+            raise DataError(f"--fork-from {round}: nothing in {folder} that the log agrees with leads there{step}")
         new = Founding(fingerprint, os.urandom(16), old.seed, old.weights, founder, Fork(old.run, round, log.digest))
         fresh = folder.with_name(f"{folder.name}.fork")
         shutil.rmtree(fresh, ignore_errors=True)
@@ -56,3 +58,9 @@ def fork(folder: Path, round: int, me: tuple[Digest, PeerId], engine: Engine, se
     assert aside is not None, "it was there"
     fresh.rename(folder)
     return aside
+
+
+def _instead(rebuild: Rebuilder, round: int) -> str:
+    """From where else a run can be forked, if that can be told."""
+    kept = rebuild.next_kept(round)
+    return "" if kept is None else f": the oldest later one that works is round {kept}"

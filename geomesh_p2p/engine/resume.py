@@ -173,6 +173,14 @@ class Rebuilder:
         oldest = min((round for round in self._snapshots.rounds() if round not in going), default=GENESIS_ROUND)
         raise LookupError(f"nothing that is kept leads to round {to_round}; the oldest snapshot kept is of round {oldest}")
 
+    def next_kept(self, round: int) -> int | None:
+        """The oldest later round than `round` of which there is a snapshot that the log agrees with."""
+        for kept in self._snapshots.rounds():
+            with suppress(DataError, LookupError):
+                if kept > round and self.vouched(kept):
+                    return kept
+        return None
+
     def _ways(self, round: int) -> Iterator[tuple[int, Sequence[int]]]:
         """(round of a state on disk, the rounds to be folded into it to get to `round`), the shortest way first."""
         kept, since = {GENESIS_ROUND, *self._snapshots.rounds()}, deque[int]()

@@ -22,7 +22,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from geomesh_p2p.core.observations import PHASES
 from geomesh_p2p.errors import GeoMeshError, TemporaryError
 from geomesh_p2p.lab.table import number, percent, size
 from geomesh_p2p.swarm.identity import read_secret
@@ -30,6 +29,7 @@ from geomesh_p2p.swarm.visitor import Visitor
 
 LOOK_SECONDS = 2.0
 WARNINGS_SHOWN = 5
+GONE = ("lost", "left")
 LONGEST_WAITING = 24              # that is told within the table
 NO_TERMINAL_COLUMNS = 1000
 ROUNDS_TO_ROLL_BACK = 3          # the round going on is committed first, and one more may be while the order is on its way
@@ -177,7 +177,8 @@ def _silent(seen: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
     """What is to be said of a peer instead of what it said last, once it was not heard for longer than the limit."""
     if seen["heard_seconds_ago"] <= limit_seconds:
         return {"lost": False}
-    return {"lost": not seen["leaving"], "phase": "left" if seen["leaving"] else "lost", "ready": False}
+    lost = not seen["leaving"]
+    return {"lost": lost, "phase": GONE[0 if lost else 1], "ready": False}
 
 
 def _own(answer: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def _seen_by_others(asked: dict[str, Any], who: tuple[str, str], answers: Iterab
 def shown(run: dict[str, Any]) -> Group:
     asked = run["asked"]
     parts: list[Any] = [Text(headline(asked)), _peers(run["peers"], asked)]
-    long = [peer for peer in run["peers"] if len(peer.get("waiting_for") or "") > LONGEST_WAITING and peer["phase"] in PHASES]
+    long = [peer for peer in run["peers"] if len(peer.get("waiting_for") or "") > LONGEST_WAITING and peer["phase"] not in GONE]
     parts += [Text(f"{peer['site']} waits for {peer['waiting_for']}") for peer in long]
     if asked["others"]:
         parts.append(_links(asked))
@@ -238,7 +239,7 @@ def _peers(peers: list[dict[str, Any]], asked: dict[str, Any]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)
     members = {member["site"]: member for member in (asked["plan"] or {}).get("members", ())}
     for peer in peers:
-        gone = peer["phase"] not in PHASES
+        gone = peer["phase"] in GONE
         mine = {} if gone else members.get(peer["site"], {})
         table.add_row(
             f"{peer['site']}{' *' if peer['site'] == asked['leader'] else ''}",
@@ -257,7 +258,7 @@ def _peers(peers: list[dict[str, Any]], asked: dict[str, Any]) -> Table:
 
 def phase_in_words(peer: dict[str, Any]) -> str:
     phase = str(peer["phase"])
-    if phase not in PHASES:
+    if phase in GONE:
         return f"{phase} (not heard for {peer['heard_seconds_ago']:.0f} s)"
     waiting = peer.get("waiting_for") or ""
     leaving = ", leaving" if peer.get("leaving") and phase != "leaving" else ""

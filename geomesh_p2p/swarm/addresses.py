@@ -20,6 +20,8 @@ __all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse"
 
 MOST_ADDRESSES = 8           # of one peer that are dialled
 PROBE_SECONDS = 6.0
+DAEMON = "p2pd"              # the libp2p daemon's process
+OF_ANOTHER_PEER = ", the libp2p daemon of another geomesh peer"
 LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 
 
@@ -95,22 +97,28 @@ def check_port_free(address: Address, patience_seconds: float = 3.0) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"net.listen: cannot listen on {address.text}: {error.strerror}") from None
             if time.monotonic() >= deadline:
-                raise TemporaryError(
-                    f"net.listen: port {address.port} of {address.text} is in use{port_owner(address.port)}: "
-                    f"stop that process, or choose another port"
-                ) from None
+                owner = port_owner(address.port)
+                step = "choose another port" if owner.endswith(OF_ANOTHER_PEER) else "stop that process, or choose another port"
+                raise TemporaryError(f"net.listen: port {address.port} of {address.text} is in use{owner}: {step}") from None
         time.sleep(0.05)
 
 
 def port_owner(port: int) -> str:
-    """Who listens on TCP `port`, as far as this user may see: " by process 123 (name)"."""
+    """Who listens on TCP `port`, as far as this user may see: " by process 123 (name)", and whether that is a living peer's."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+                process = psutil.Process(connection.pid)
+                return f" by process {process.pid} ({process.name()}){OF_ANOTHER_PEER if _of_a_peer(process) else ''}"
     except (psutil.Error, OSError):
         pass
     return " by another process"
+
+
+def _of_a_peer(process: psutil.Process) -> bool:
+    """Whether it is the libp2p daemon of a geomesh process, which would start it again."""
+    parent = process.parent() if process.name().startswith(DAEMON) else None
+    return parent is not None and any("geomesh" in word for word in parent.cmdline())
 
 
 def _try_bind(address: Address) -> None:

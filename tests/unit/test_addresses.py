@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from geomesh_p2p.swarm.addresses import LIBP2P_GREETING, answering
+from geomesh_p2p.errors import TemporaryError
+from geomesh_p2p.swarm.addresses import LIBP2P_GREETING, answering, check_port_free, parse
 
 
 async def listening(says: bytes) -> tuple[asyncio.Server, str]:
@@ -86,3 +91,27 @@ async def test_a_port_that_accepts_nobody_has_an_end() -> None:
         finally:
             for one in crowd:
                 one.close()
+
+
+LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[2:]).returncode)"
+
+
+@pytest.mark.parametrize(("name", "parent", "step"), [
+    ("p2pd", "geomesh", "(p2pd), the libp2p daemon of another geomesh peer: choose another port"),
+    ("p2pd", "kubo", "(p2pd): stop that process, or choose another port"),
+    ("other", "geomesh", "(other): stop that process, or choose another port"),
+])  # fmt: skip
+def test_nobody_is_told_to_stop_the_daemon_of_a_living_peer(name: str, parent: str, step: str, tmp_path: Path) -> None:
+    named = tmp_path / name
+    named.symlink_to(os.path.realpath(sys.executable))
+    command = [sys.executable, "-c", PARENT, parent, str(named), "-I", "-S", "-c", LISTENS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as running:
+        assert running.stdout is not None
+        port = int(running.stdout.readline())
+        try:
+            with pytest.raises(TemporaryError) as caught:
+                check_port_free(parse(f"/ip4/127.0.0.1/tcp/{port}", "net.listen"), 0.0)
+            assert str(caught.value).endswith(step)
+        finally:
+            running.communicate("\n")

@@ -112,6 +112,7 @@ JOIN = ["peer", "run.toml", "--site", "north.toml", "--bootstrap"]
         ([*MESH, "north.toml", "--dataset.paths", "none.txt"], 4, ["dataset.paths", "none.txt", "correct the path"]),
         ([*FIRST, "watcher.toml"], 2, ["watcher.toml", "observer", "--bootstrap"]),
         ([*FIRST, "run.toml"], 2, ["run.toml", "site"]),
+        ([*FIRST, "north.toml", "--fork-from", "3"], 2, ["--fork-from", "--first", "one of them"]),
         ([*JOIN, "nonsense"], 2, ["nonsense", "multiaddress"]),
         ([*JOIN, "/ip4/127.0.0.1/tcp/99"], 2, ["/p2p/PEER_ID"]),
         ([*JOIN, "/ip4/127.0.0.1/tcp/99/p2p/nobody"], 2, ["nobody", "write it like"]),

@@ -21,6 +21,7 @@ from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import Contribution, Range, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshots
 from geomesh_p2p.engine.files import DiskFullError
+from geomesh_p2p.engine.forking import fork
 from geomesh_p2p.engine.resume import Rebuilder, resume, retire_identity_without_state
 from geomesh_p2p.engine.snapshots import described
 from geomesh_p2p.errors import DataError
@@ -169,6 +170,35 @@ def test_nothing_sound_on_disk_is_said(tmp_path: Path) -> None:
     assert rebuilder(store, snapshots, initial=1.0)(6) is None
     store.prune(3)
     assert rebuilder(store, snapshots)(6) is None
+
+
+def test_no_round_is_named_for_a_fork_that_the_log_contradicts(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    store, _, _ = run_on_disk(folder, wrong_from=0)
+    store.prune(3)
+    store.save_founding(REBUILT)
+    store.close()
+    engine: Any = SimpleNamespace(initial_weights=lambda: np.zeros(8, np.float32))
+    me = (REBUILT.fingerprint, "a")
+    with pytest.raises(DataError, match=r"--fork-from 1: the update of round 1 is not on disk \(last round: 6\)$"):
+        fork(folder, 1, me, engine, SETTINGS)
+
+
+@pytest.mark.parametrize("missed", [1, 3])
+def test_a_round_that_is_said_to_work_for_a_fork_does(missed: int, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    store, snapshots, _ = run_on_disk(folder)
+    snapshots.drop(2)
+    store.prune(3)
+    store.save_founding(REBUILT)
+    store.close()
+    engine: Any = SimpleNamespace(initial_weights=lambda: np.zeros(8, np.float32))
+    me = (REBUILT.fingerprint, "a")
+    with pytest.raises(DataError, match=rf"--fork-from {missed}: .*: the oldest later one that works is round 4$"):
+        fork(folder, missed, me, engine, SETTINGS)
+    aside = fork(folder, 4, me, engine, SETTINGS)
+    assert aside is not None
+    assert Snapshots(folder).rounds() == [4]
 
 
 @pytest.mark.case("C070")
