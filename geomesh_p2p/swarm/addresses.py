@@ -15,6 +15,7 @@ from geomesh_p2p.addresses import Address, address_problems, parse_address
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.errors import ConfigError, TemporaryError
 from geomesh_p2p.swarm.connections import connected
+from geomesh_p2p.swarm.sockets import PREFIX
 
 __all__ = ["Address", "answering", "check_addresses", "check_port_free", "parse", "port_owner", "remembering_port"]
 
@@ -116,9 +117,8 @@ def port_owner(port: int) -> str:
 
 
 def _of_a_peer(process: psutil.Process) -> bool:
-    """Whether it is the libp2p daemon of a geomesh process, which would start it again."""
-    parent = process.parent() if process.name().startswith(DAEMON) else None
-    return parent is not None and any("geomesh" in word for word in parent.cmdline())
+    """Whether it is the libp2p daemon of a peer: it ends with the peer, and the peer would start it again."""
+    return process.name().startswith(DAEMON) and any(PREFIX in word for word in process.cmdline())
 
 
 def _try_bind(address: Address) -> None:

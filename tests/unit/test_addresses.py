@@ -15,6 +15,7 @@ import pytest
 
 from geomesh_p2p.errors import TemporaryError
 from geomesh_p2p.swarm.addresses import LIBP2P_GREETING, answering, check_port_free, parse
+from geomesh_p2p.swarm.sockets import PREFIX
 
 
 async def listening(says: bytes) -> tuple[asyncio.Server, str]:
@@ -94,18 +95,17 @@ async def test_a_port_that_accepts_nobody_has_an_end() -> None:
 
 
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[2:]).returncode)"
 
 
-@pytest.mark.parametrize(("name", "parent", "step"), [
-    ("p2pd", "geomesh", "(p2pd), the libp2p daemon of another geomesh peer: choose another port"),
-    ("p2pd", "kubo", "(p2pd): stop that process, or choose another port"),
-    ("other", "geomesh", "(other): stop that process, or choose another port"),
+@pytest.mark.parametrize(("name", "socket_folder", "step"), [
+    ("p2pd", PREFIX, "(p2pd), the libp2p daemon of another geomesh peer: choose another port"),
+    ("p2pd", "kubo-", "(p2pd): stop that process, or choose another port"),
+    ("other", PREFIX, "(other): stop that process, or choose another port"),
 ])  # fmt: skip
-def test_nobody_is_told_to_stop_the_daemon_of_a_living_peer(name: str, parent: str, step: str, tmp_path: Path) -> None:
+def test_nobody_is_told_to_stop_the_daemon_of_a_living_peer(name: str, socket_folder: str, step: str, tmp_path: Path) -> None:
     named = tmp_path / name
     named.symlink_to(os.path.realpath(sys.executable))
-    command = [sys.executable, "-c", PARENT, parent, str(named), "-I", "-S", "-c", LISTENS]
+    command = [str(named), "-I", "-S", "-c", LISTENS, f"-listen=/unix/tmp/{socket_folder}x/p2pd.sock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as running:
         assert running.stdout is not None
         port = int(running.stdout.readline())
