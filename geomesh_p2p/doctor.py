@@ -170,7 +170,7 @@ async def _examine(run: RunConfig | None, site: SiteConfig | None, with_model: b
 
 async def preflight(run: RunConfig, site: SiteConfig, folder: Path, with_model: bool) -> None:
     """The same checks, less those that joining makes anyway. Warnings are logged; raises GeoMeshError, a line for each fatal
-    finding, with the exit code of the first."""
+    finding, with the exit code that `exit_code` picks."""
     network.raise_open_files()
     peers = group_size(run)
     checks: list[tuple[str, Check]] = [

@@ -131,7 +131,7 @@ def test_everything_wrong_is_found_at_once_and_the_clock_is_compared_with_the_se
     words = ["run.toml", "--site", "a.toml", "--bootstrap", good, "--net.listen", f"/ip4/127.0.0.1/tcp/{port}"]
     code, found = doctor(run.folder, *words, "--dataset.paths", "none*.txt", "--net.join_secret_file", "none", env=env)
     fired([finding for finding in found["clock"] if finding["level"] == "warning"], "the clock is off")
-    assert code == 75, "of the first: the port"
+    assert code == 2, "the port that is taken (75) may be free later, the rest stays wrong"
     fatal = {check for check, findings in found.items() for finding in findings if finding["level"] == "fatal"}
     assert fatal == {"listen port", "join secret", "identity", "data files", "folder"}
     assert f"port {port}" in found["listen port"][0]["text"]
