@@ -59,7 +59,7 @@ from geomesh_p2p.train import LocalModel, train
 log = logging.getLogger("geomesh")
 CALIBRATION_SECONDS = 3.0
 MOST_BUGS_TOLD = 32
-AT_ONCE = "ended at once: what was committed is saved, the round going on is lost here"
+AT_ONCE, ITS_ROUND = "ended at once: what was committed is saved", ", the round going on is lost here"
 EARLY_BYTES = 2**22   # of an exchange that has not begun here, beside four contributions
 
 T = TypeVar("T")
@@ -319,8 +319,9 @@ class Peer:
     def _on_signal(self, number: signal.Signals) -> None:
         """The first time: leave in good order. The second time: at once."""
         if self.signal is not None:
+            at_work = self.session is not None and self.session.outcome is None
             with suppress(OSError, ValueError):
-                print(f"geomesh: {AT_ONCE}", file=sys.stderr, flush=True)
+                print(f"geomesh: {AT_ONCE}{ITS_ROUND if at_work else ''}", file=sys.stderr, flush=True)
             os._exit(128 + number)
         self.signal = number
         self._stop(f"signal {number.name}")

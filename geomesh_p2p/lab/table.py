@@ -116,9 +116,12 @@ def round_line(one: Mapping[str, Any], perplexity: float | None) -> str:
     """One line for a committed round, as the report has it; `perplexity` is of the model that it began from."""
     digests = [one["digest"]] if isinstance(one["digest"], str) else one["digest"]
     members = len(one["members"] or ())  # a peer that caught up does not know them
+    digest = f"digest {' != '.join(digest[:12] for digest in digests)}"
+    if not one["contributors"]:
+        return f"round {one['round']:>3}  {digest}  no contributions: a voter leaves, or the run goes back (geomesh rollback)"
     parts = [
         f"round {one['round']:>3}",
-        f"digest {' != '.join(digest[:12] for digest in digests)}",
+        digest,
         f"{len(one['contributors'])}{f' of {members}' if members else ''} contributed",
         f"loss {number(one['loss'], '.3f')}",
         f"val ppl of round {one['round'] - 1} {number(perplexity, '.2f')}",

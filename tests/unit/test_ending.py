@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,17 +49,17 @@ async def test_of_any_other_refusal_nothing_is_left(tmp_path: Path) -> None:
     assert not refused.folder.parent.exists()
 
 
+@pytest.mark.parametrize(("outcome", "lost"), [(None, ", the round going on is lost here"), ((0, "left"), "")])
 def test_the_second_signal_ends_at_once_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    outcome: object, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    stopped = peer(tmp_path)
+    stopped, session = peer(tmp_path), SimpleNamespace(outcome=outcome, leave=lambda *_: None)
+    stopped.session = session  # type: ignore[assignment]
     stopped._on_signal(signal.SIGINT)
     assert not ended
     assert capsys.readouterr().err == ""
     stopped._on_signal(signal.SIGINT)
     assert ended == [130]
-    assert capsys.readouterr().err == (
-        "geomesh: ended at once: what was committed is saved, the round going on is lost here\n"
-    )
+    assert capsys.readouterr().err == f"geomesh: ended at once: what was committed is saved{lost}\n"

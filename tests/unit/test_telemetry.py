@@ -651,6 +651,7 @@ def test_a_perplexity_is_said_with_the_round_whose_model_it_is_of() -> None:
     view.take({"event": "round", **jsonable(ROUND)})
     one = summarise_round(5, [view.record], Credits([view.record]))
     assert "val ppl of round 4 12.00" in round_line(one, perplexity_before(5, [view.record]))
+    assert "no contributions: a voter leaves" in round_line({**one, "contributors": []}, None)
 
 
 def test_events_that_matter_are_told(caplog: pytest.LogCaptureFixture) -> None:
