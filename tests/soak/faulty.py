@@ -219,7 +219,8 @@ class Driver:
     def order_rollback(self, site: Site) -> None:
         """Whether it is done depends on what else goes wrong; `run` counts those that were."""
         to_round = max(0, self.reached - self.rng.randint(1, 4))
-        command = [*GEOMESH, "rollback", site.address_file.read_text().strip(), "--to-round", str(to_round)]
+        address = site.address_file.read_text().strip()
+        command = [*GEOMESH, "rollback", address, "--to-round", str(to_round), "--yes"]
         self.orders.append(subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.mesh.folder, env=self.mesh.environment
         ))  # fmt: skip
