@@ -155,8 +155,14 @@ def _peer(args: argparse.Namespace) -> int:
         args.overrides["net.seeds"] = json.dumps(list(seeds))
     config = _resolve(args, site).config
     folder = Path(config.run.folder) / config.run.id / site.name
-    if args.first and not site.config.site.trains:
+    if (args.first or args.fork_from is not None) and not site.config.site.trains:
         raise ConfigError(f"{site.path}: site.trains = false: an observer cannot found a run: start it with --bootstrap")
+    if args.fork_from is not None and config.run.fresh:
+        raise ConfigError("--fork-from goes on from this site's folder, and --run.fresh moves it aside: give one of them")
+    if args.fork_from is not None:
+        from geomesh_p2p.engine.forking import finish
+
+        finish(folder)
     holds_a_run = (folder / "founding.record").exists()
     if args.fork_from is not None and args.first:
         raise ConfigError("--fork-from goes on from the run in this site's folder, --first begins anew: give one of them")

@@ -30,7 +30,7 @@ from geomesh_p2p.engine.forking import fork
 from geomesh_p2p.engine.profiles import step_times
 from geomesh_p2p.engine.resume import Rebuilder, Resumed, resume, retire_identity_without_state
 from geomesh_p2p.environment import has_uvloop
-from geomesh_p2p.errors import DataError, GeoMeshError, NotListedError, RefusedError, TemporaryError
+from geomesh_p2p.errors import GeoMeshError, NotListedError, RefusedError, TemporaryError
 from geomesh_p2p.seed_files import SeedFiles
 from geomesh_p2p.swarm.acquaintances import Acquaintances
 from geomesh_p2p.swarm.addresses import parse, remembering_port
@@ -140,7 +140,6 @@ class Peer:
         self.admission = Admission()
         self.control: ControlChannel | None = None
         self.session: Session | None = None
-        self.rebuilder: Rebuilder | None = None
         self.stopping = ""
         self.failure: GeoMeshError | None = None
         self.signal: signal.Signals | None = None
@@ -349,17 +348,9 @@ class Peer:
             self.session.stop_run()
 
     async def _roll_back(self, to_round: int) -> tuple[bool, str]:
-        session, rebuilder = self.session, self.rebuilder
-        if session is None or rebuilder is None:
+        if self.session is None:
             return False, "this peer is still starting: try again"
-        now = session.replica.round
-        if not 0 <= to_round < now:
-            return False, f"round {now} is the last one committed: --to-round takes an earlier one, 0 at least"
-        try:
-            session.roll_back(await asyncio.to_thread(rebuilder.rollback, to_round))
-        except (LookupError, DataError) as error:
-            return False, f"{error}: see save.keep_snapshots"
-        return True, f"the run goes back to round {to_round} after the round going on"
+        return await self.session.roll_back(to_round)
 
     def _open_telemetry(self, peer: str, closing: ExitStack) -> None:
         metrics = Metrics(
@@ -471,16 +462,15 @@ class Peer:
             begun = {"round": resumed.log.round, "digest": resumed.log.digest, "view": resumed.log.voters}
             history.write("adopt", begun, founding.run)
         settings = (engine.layout, self.run.codec, self.run.outer)
-        self.rebuilder = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)
         around = Surroundings(
             transport=transport,
             store=store,
             snapshots=snapshots,
             membership=membership,
             links=transport.links,
+            past=Rebuilder(store, snapshots, engine.initial_weights, founding, settings),
             observe=self.observe,
             history=lambda kind, fields: history.write(kind, fields, founding.run),
-            rebuild=self.rebuilder,
         )
         planner = LeadersPlanner(self.run, engine.layout)
         codec = ExchangeCodec(engine.layout, self.run.codec)

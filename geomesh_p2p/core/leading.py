@@ -445,7 +445,9 @@ class Leading:
             self.strikes.pop(c.peer, None)
         self.rolled_back_at = float("-inf")
         if update is not None and update.rollback is not None:
-            self.rollback, self.rolled_back_at = None, self.s.now
+            self.rolled_back_at = self.s.now
+            if self.rollback == update.rollback:
+                self.rollback = None
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
         self.gather, self.previous, self.chosen = False, None, None

@@ -15,7 +15,7 @@ from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.messages import Chunk, Fetched, Message, Request
 from geomesh_p2p.core.retention import Retained
-from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Update
+from geomesh_p2p.core.types import Assignment, BatchTime, Contribution, Founding, Held, PeerId, Plan, Range, Rollback, Update
 
 Vector = npt.NDArray[np.float32]
 
@@ -187,6 +187,7 @@ class SnapshotStore(Protocol):
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
         part_residual: tuple[Range, Vector] | None = None,
+        delete_older: bool = True,
     ) -> SnapshotManifest: ...
 
     def rounds(self) -> list[int]: ...
@@ -227,6 +228,20 @@ class SnapshotStore(Protocol):
 
     def read_state(self, round: int) -> tuple[Vector, Vector]:
         """(anchor, momentum) of a snapshot."""
+        ...
+
+
+class Past(Protocol):
+    """The states of earlier rounds that can be made from what is on this peer's disk."""
+
+    def __call__(self, round: int, trusting: bool = False) -> tuple[Vector, Vector] | None:
+        """(anchor, momentum) after `round`, from states of which the log says that most had the same; `trusting`: if there is
+        none, from one of which it says nothing. None if nothing leads there. Raises OSError."""
+        ...
+
+    def rollback(self, to_round: int) -> Rollback:
+        """What takes a run back to the state after `to_round`. Raises LookupError if nothing leads there, as far as can be told
+        without reading it all; DataError."""
         ...
 
 

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,9 @@ def move_aside(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
     lock = FolderLock(folder)
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    name = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
         folder.rename(aside)
     finally:

@@ -45,7 +45,7 @@ def fork(folder: Path, round: int, me: tuple[Digest, PeerId], engine: Engine, se
             step = _instead(rebuild, round) or ": try another round"
             raise DataError(f"--fork-from {round}: nothing in {folder} that the log agrees with leads there{step}")
         new = Founding(fingerprint, os.urandom(16), old.seed, old.weights, founder, Fork(old.run, round, log.digest))
-        fresh = folder.with_name(f"{folder.name}.fork")
+        fresh = made_beside(folder)
         shutil.rmtree(fresh, ignore_errors=True)
         with DiskStore(fresh) as made:
             Snapshots(fresh).write(replace(log, run=new.run, voters=(founder,)), *state)
@@ -56,7 +56,7 @@ def fork(folder: Path, round: int, me: tuple[Digest, PeerId], engine: Engine, se
                 shutil.copy2(folder / name, fresh / name)
     aside = move_aside(folder)
     assert aside is not None, "it was there"
-    fresh.rename(folder)
+    finish(folder)
     return aside
 
 
@@ -64,3 +64,13 @@ def _instead(rebuild: Rebuilder, round: int) -> str:
     """From where else a run can be forked, if that can be told."""
     kept = rebuild.next_kept(round)
     return "" if kept is None else f": the oldest later one that works is round {kept}"
+
+
+def made_beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.fork")
+
+
+def finish(folder: Path) -> None:
+    """Put the new run in its place; also if a process that forked ended after the old one was moved aside."""
+    if not folder.exists() and (made_beside(folder) / "founding.record").exists():
+        made_beside(folder).rename(folder)

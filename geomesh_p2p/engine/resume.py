@@ -57,7 +57,7 @@ def resume(store: DiskStore, snapshots: Snapshots, engine: Engine, founding: Fou
     while (found := _next_update(store, log.round + 1, warnings)) is not None:
         update, body = found
         if update.rollback is not None:
-            made = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)(update.round)
+            made = Rebuilder(store, snapshots, engine.initial_weights, founding, settings)(update.round, trusting=True)
             if made is None:
                 to = update.rollback.to_round
                 warnings.append(f"the run went back to round {to}, to which nothing here leads: asked of the others")
@@ -128,9 +128,8 @@ def _drop_contradicted(store: DiskStore, snapshots: Snapshots) -> list[str]:
 
 
 class Rebuilder:
-    """Makes a peer's shared state anew from what the log agrees with: its newest snapshot of which an update on disk says that
-    most contributors had the same, or the initial weights, and the updates since. What is found wrong on the way is replaced.
-    """
+    """Implements ports.Past: from a snapshot of which an update on disk says that most contributors had the same, or the
+    initial weights, and the updates since. What is found wrong on the way is replaced."""
 
     def __init__(
         self, store: DiskStore, snapshots: Snapshots, initial: Callable[[], Vector], founding: Founding, settings: Settings
@@ -138,14 +137,14 @@ class Rebuilder:
         self._store, self._snapshots, self._initial, self._founding = store, snapshots, initial, founding
         self._settings = settings
 
-    def __call__(self, round: int) -> tuple[Vector, Vector] | None:
-        """(anchor, momentum) after `round`; None if nothing on disk can be trusted. Raises OSError."""
-        for start, since in self._ways(round):
-            with suppress(DataError, LookupError):
-                state = self._begin(start)
-                if state is not None:
-                    self._replay(state, since)
-                    return state.anchor, state.momentum
+    def __call__(self, round: int, trusting: bool = False) -> tuple[Vector, Vector] | None:
+        for accepted in (self.vouched, self._not_contradicted) if trusting else (self.vouched,):
+            for start, since in self._ways(round):
+                with suppress(DataError, LookupError):
+                    state = self._begin(start, accepted)
+                    if state is not None:
+                        self._replay(state, since)
+                        return state.anchor, state.momentum
         _drop_contradicted(self._store, self._snapshots)
         return None
 
@@ -161,16 +160,13 @@ class Rebuilder:
         return log.state
 
     def rollback(self, to_round: int) -> Rollback:
-        """What takes a run back to the state after `to_round`. Raises LookupError if what will still be on disk after the next
-        snapshot does not lead there, as far as can be told without reading it all; DataError."""
-        going = self._snapshots.next_to_go(self._store.sizes())
         for start, since in self._ways(to_round):
-            if start == GENESIS_ROUND or (start not in going and self.vouched(start)):
+            if start == GENESIS_ROUND or self._not_contradicted(start):
                 tokens = 0 if start == GENESIS_ROUND else self._snapshots.manifest(start).state.tokens
                 for update in filter(None, map(self._store.read_header, since)):
                     tokens = tokens + update.tokens if update.rollback is None else update.rollback.tokens
                 return Rollback(to_round, tokens)
-        oldest = min((round for round in self._snapshots.rounds() if round not in going), default=GENESIS_ROUND)
+        oldest = min(self._snapshots.rounds(), default=GENESIS_ROUND)
         raise LookupError(f"nothing that is kept leads to round {to_round}; the oldest snapshot kept is of round {oldest}")
 
     def next_kept(self, round: int) -> int | None:
@@ -189,16 +185,20 @@ class Rebuilder:
                 yield at, tuple(since)
             since.appendleft(at)
 
-    def _begin(self, start: int) -> OuterState | None:
+    def _begin(self, start: int, accepted: Callable[[int], bool]) -> OuterState | None:
         if start == GENESIS_ROUND:
             anchor = self._initial()
             return OuterState.founded(anchor) if digest_bytes(anchor.astype("<f4")) == self._founding.weights else None
-        return OuterState(*self._snapshots.read_state(start)) if self.vouched(start) else None
+        return OuterState(*self._snapshots.read_state(start)) if accepted(start) else None
 
     def vouched(self, round: int) -> bool:
         """Whether the log on disk says that the others had the snapshot of `round` too."""
         own, others = _in_log(self._store, self._snapshots, round)
         return own == others
+
+    def _not_contradicted(self, round: int) -> bool:
+        own, others = _in_log(self._store, self._snapshots, round)
+        return others in (b"", own)
 
     def _replay(self, state: OuterState, rounds: Iterable[int]) -> None:
         layout, codec, outer = self._settings
@@ -218,7 +218,7 @@ class Rebuilder:
             if self._snapshots.manifest(round).content == described(log_state, state.anchor, state.momentum).content:
                 return
             try:
-                self._snapshots.write(log_state, state.anchor, state.momentum)
+                self._snapshots.write(log_state, state.anchor, state.momentum, delete_older=False)
             except OSError:
                 self._snapshots.drop(round)
 

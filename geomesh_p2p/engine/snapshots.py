@@ -139,9 +139,10 @@ class Snapshots:
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
         part_residual: tuple[Range, Vector] | None = None,
+        delete_older: bool = True,
     ) -> Manifest:
-        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep`. Raises OSError: DiskFullError
-        before anything is written if space is short, EIO if what was written does not read back."""
+        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep` unless told not to. Raises OSError:
+        DiskFullError before anything is written if space is short, EIO if what was written does not read back."""
         require_space(self.folder, anchor.nbytes + momentum.nbytes + (0 if residual is None else residual.nbytes))
         self.clean()
         aside = self.folder / f"snapshot-{state.round}{PARTIAL}"
@@ -158,6 +159,8 @@ class Snapshots:
                 _sync_file(aside / INNER)
             manifest = Manifest(state, anchor.size, tuple(hashes))
             self._publish(aside, manifest)
+            if delete_older:
+                self._delete_older(manifest.round)
         except OSError:
             with suppress(OSError):
                 self.clean()
@@ -178,7 +181,9 @@ class Snapshots:
         os.rename(aside, target)
         sync_folder(self.folder)
         self._discard(replaced)
-        older = [round for round in self.rounds() if round < manifest.round]
+
+    def _delete_older(self, newest: int) -> None:
+        older = [round for round in self.rounds() if round < newest]
         surplus = older[: max(0, len(older) - (self.keep - 1))]
         wanted = max(surplus, key=lambda round: self._read_at.get(round, 0.0), default=0)
         for round in surplus:
@@ -187,17 +192,6 @@ class Snapshots:
 
     def _in_use(self, round: int) -> bool:
         return time.monotonic() <= self._read_at.get(round, float("-inf")) + IN_USE_SECONDS
-
-    def next_to_go(self, updates: Mapping[int, int]) -> list[int]:
-        """Those that the next one will replace, by count or, beside `updates` (bytes by round), by bytes, as far as its size is
-        that of the newest."""
-        sizes = self.sizes()
-        by_count = list(sizes)[: max(0, len(sizes) - (self.keep - 1))]
-        if not sizes:
-            return []
-        newest = max(*sizes, *updates) + 1
-        left = {round: size for round, size in sizes.items() if round not in by_count} | {newest: sizes[max(sizes)]}
-        return [*by_count, *retained(left, updates, self.keep_bytes).going]
 
     def prune(self, updates: Mapping[int, int]) -> Retained:
         """Deletes those for which, beside `updates` (bytes by round), there is no room within `keep_bytes`; says what stays, of
@@ -211,6 +205,7 @@ class Snapshots:
     def drop(self, round: int) -> None:
         """Deletes the snapshot of `round`, if there is one. Raises OSError."""
         self._read_at.pop(round, None)
+        self._described.pop(round, None)
         self._discard(self.path(round))
 
     def _discard(self, path: Path) -> None:

@@ -125,9 +125,10 @@ class CatchingUp:
                 continue
             if following is None or following[0].base != offer.manifest.state.digest:
                 continue
-            if state_in_log(following[0]) != offer.manifest.content:
+            said = state_in_log(following[0])
+            if said and said != offer.manifest.content:
                 self._name(offer.owners, f"offers another snapshot of round {offer.round} than the log says")
-            elif await self._receive(offer, offer.owners):
+            elif said and await self._receive(offer, offer.owners):
                 return offer.round
         return 0
 

@@ -73,6 +73,7 @@ class Remote:
         self._opened_at: dict[FrameStream, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._touched_at = self._loop.time()
 
         self._control: FrameStream | None = None
         self._control_opening = False
@@ -119,6 +120,14 @@ class Remote:
         self._retrying.news()
         self._news.set()
 
+    def touch(self) -> None:
+        """Somebody wants something of it, or tells of it."""
+        self._touched_at = self._loop.time()
+
+    @property
+    def untouched_seconds(self) -> float:
+        return self._loop.time() - self._touched_at
+
     def called(self, site: str) -> None:
         """It says that it is the peer of `site`."""
         if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", site):
@@ -137,6 +146,7 @@ class Remote:
     # ------------------------------------------------------------ control
 
     def send(self, buffers: Buffers) -> None:
+        self.touch()
         entry = _Waiting(buffers, sum(len(buffer) for buffer in buffers))
         self._waiting.append(entry)
         if len(self._waiting) > CONTROL_QUEUE:

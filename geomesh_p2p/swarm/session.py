@@ -29,21 +29,22 @@ from geomesh_p2p.core.ports import (
     Made,
     MakeAnew,
     Observer,
+    Past,
     RollBack,
     SaveState,
     SnapshotStore,
     Store,
     Transport,
     ValidateAll,
-    Vector,
 )
 from geomesh_p2p.core.replica import Replica
-from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Rollback, Update
+from geomesh_p2p.core.types import Held, PeerId, Plan, Profile, Update
 from geomesh_p2p.swarm.catching_up import CatchingUp
 from geomesh_p2p.swarm.donor import Donor, DonorView
 from geomesh_p2p.swarm.exchange import Assembly
 from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSetup
 from geomesh_p2p.swarm.fetching import Fetcher
+from geomesh_p2p.swarm.going_back import REACHES, GoingBack
 from geomesh_p2p.swarm.links import LinkTable
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.retaining import Retaining
@@ -66,11 +67,10 @@ class Surroundings:
     snapshots: SnapshotStore
     membership: Membership
     links: LinkTable
+    past: Past
     observe: Observer
     history: Callable[[str, dict[str, Any]], None]
     clock: Clock = time.monotonic
-    rebuild: Callable[[int], tuple[Vector, Vector] | None] = lambda round: None
-    """This peer's (anchor, momentum) after a round, made anew from what the log agrees with (MakeAnew)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Session:
         self.donor = Donor(around.store, around.snapshots, view, clock=around.clock, on_given=self._gave)
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
+        self._going_back = GoingBack(around.transport, around.past, replica, self._put)
         self._retaining = Retaining(around.store, around.snapshots, planning.save, around.observe)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -153,14 +154,16 @@ class Session:
         """Ask for the end of the whole run, soon and after the same round everywhere."""
         self._put(ev.StopWanted())
 
-    def roll_back(self, rollback: Rollback) -> None:
-        """Ask for the state of an earlier round, for the whole run. Without effect unless this peer leads."""
-        self._put(ev.RollbackWanted(rollback))
+    async def roll_back(self, to_round: int) -> tuple[bool, str]:
+        """Ask for the state of an earlier round, for the whole run: whether it will come, in words."""
+        return await self._going_back.order(to_round)
 
     async def answer(self, sender: PeerId, fetch: msg.Request) -> msg.Fetched:
         """State is for members only: a stranger learns nothing."""
         if isinstance(fetch, msg.Order) or not self.around.membership.admitted(sender):
             return msg.Fetched(False, b"", 0, 0, b"", 0)
+        if fetch.what == REACHES:
+            return await self._going_back.answer(fetch.round)
         return await self.donor.answer(sender, fetch)
 
     def receive(self, sender: PeerId, message: msg.Message) -> None:
@@ -306,7 +309,7 @@ class Session:
             case ev.CatchUp():
                 self._spawn(self._catch_up(action))
             case ev.CheckState():
-                self.bench.put(MakeAnew(self.around.rebuild))
+                self.bench.put(MakeAnew(self.around.past))
             case ev.Halt(exit_code, reason):
                 self._finish(exit_code, reason)
 
@@ -331,7 +334,7 @@ class Session:
         if update.rollback is None:
             self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         else:
-            self.bench.put(RollBack(update, self.around.rebuild))
+            self.bench.put(RollBack(update, partial(self.around.past, trusting=True)))
             self.around.observe(obs.RolledBack(update.round, update.rollback.to_round))
         self._anchor_at = state
         final = update.round >= self.replica.s.last_round
@@ -370,13 +373,17 @@ class Session:
                 return
             begun = time.perf_counter()
             try:
-                manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner, part_residual)
+                holds = self._going_back.holds()
+                manifest = self.around.snapshots.write(
+                    state, anchor, momentum, residual, save_inner, part_residual, delete_older=not holds
+                )
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:
                 self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, manifest.size_bytes))
                 loop.call_soon_threadsafe(self._put, ev.Hashed(state.round, "state", manifest.content))
-                self._retaining.saved(state.round)
+                if not holds:
+                    self._retaining.saved(state.round)
 
         self.bench.put(SaveState(state.round, write))
 
@@ -403,7 +410,7 @@ class Session:
                 self._hand_in(job)
         elif mine is not None:
             base, content = self.replica.log.state, None
-            if self._saved_by_all(base.round, self.replica.s.last_update):
+            if self._saved_by_all(base.round, self.replica.s.last_update) or base.round in self.around.snapshots.rounds():
                 content = partial(self.around.snapshots.content, base)
             self.bench.train(plan, mine, (plan.round - 1) % self.planning.validate_every_rounds == 0, content)
 
@@ -532,7 +539,7 @@ class Session:
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"a snapshot could not be saved: {error}"))
             await asyncio.sleep(2 * self.replica.s.timing.retry_seconds)
-        self.bench.put(MakeAnew(self.around.rebuild))
+        self.bench.put(MakeAnew(self.around.past))
 
     def _validated(self, round: int, nats: float, tokens: int) -> None:
         self.book.validated(round, nats, tokens)

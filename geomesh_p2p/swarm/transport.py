@@ -39,6 +39,7 @@ from geomesh_p2p.swarm.watching import LinkWatch
 
 INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
+ABSENT_SECONDS = 300.0           # without streams, news or wishes: who was no member is forgotten
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -185,6 +186,7 @@ class Libp2pTransport:
 
     def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
         remote, newest = self._remote(peer), tuple(addresses)[:MOST_ADDRESSES]
+        remote.touch()
         if newest and newest != remote.addresses:
             remote.addresses = newest
             remote.try_now()
@@ -218,7 +220,12 @@ class Libp2pTransport:
         return remote
 
     def _forget_strangers(self) -> None:
-        """Room for one more remote: of those that were not admitted only the newest are remembered."""
+        """Room for one more remote: of those that were not admitted only the newest are remembered, and none for long of whom
+        nothing is heard or wanted."""
+        for peer, remote in tuple(self._remotes.items()):
+            absent = not remote.in_use and peer not in self._incoming and not self.budgets.admitted(peer)
+            if absent and remote.untouched_seconds > ABSENT_SECONDS:
+                self.forget(peer)
         if len(self._remotes) < REMEMBERED_STRANGERS and len(self._met_peers) < REMEMBERED_STRANGERS:
             return
 

@@ -136,7 +136,7 @@ async def test_who_has_nothing_sound_on_disk_gets_a_snapshot_of_another(tmp_path
     for peer in peers:
         peer.start([p.peer for p in peers])
     assert odd.session is not None
-    odd.session.around.rebuild._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
+    odd.session.around.past._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
     await until(lambda: all(peer.model.round >= 7 for peer in peers))
     await flip(odd, "anchor", 7)
     await until(lambda: bool(noted(odd, "checked")))
@@ -158,7 +158,7 @@ async def test_an_anchor_that_is_known_to_be_wrong_is_never_saved_and_its_peer_l
         peer.start([p.peer for p in peers])
     odd = peers[2]
     assert odd.session is not None
-    odd.session.around.rebuild._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
+    odd.session.around.past._initial = lambda: np.ones(SIZE, np.float32)  # type: ignore[attr-defined]
     await until(lambda: all(peer.model.round >= 3 for peer in peers))
     await flip(odd, "anchor", 7)
     await until(lambda: warned(odd, "anchor_lost"))

@@ -8,22 +8,29 @@ from typing import Any
 import pytest
 
 from geomesh_p2p.core.log import Credited
-from geomesh_p2p.core.types import Range, Rollback
-from geomesh_p2p.engine.resume import Rebuilder
+from geomesh_p2p.core.types import Range
 from geomesh_p2p.engine.snapshots import Snapshots
 from tests.injection.proof import fired, inject
 from tests.mesh.calm import CalmPeer, until, virtual
 from tests.mesh.test_comings import equal_states, kill, mesh_of, round_of, run_of, stop
 
 
+def leader_of(peers: list[CalmPeer]) -> CalmPeer:
+    return next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
+
+
+async def order(peers: list[CalmPeer], to_round: int) -> tuple[bool, str]:
+    """As an operator does."""
+    session = leader_of(peers).session
+    assert session is not None
+    return await session.roll_back(to_round)
+
+
 async def roll_back(peers: list[CalmPeer], to_round: int) -> int:
-    """As an operator's order does. Returns the round that went back, once `peers` have committed it and one more."""
-    leader = next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
-    assert leader.session is not None
-    rebuild = leader.session.around.rebuild
-    assert isinstance(rebuild, Rebuilder)
-    leader.session.roll_back(rebuild.rollback(to_round))
-    begun = leader.session.replica.round
+    """Returns the round that went back, once `peers` have committed it and one more."""
+    leader = leader_of(peers)
+    begun = round_of(leader)
+    assert await order(peers, to_round) == (True, f"the run goes back to round {to_round} after the round going on")
     await until(lambda: all(to_round in rollbacks(peer, begun).values() for peer in peers))
     round = next(round for round, to in rollbacks(leader, begun).items() if to == to_round)
     await until(lambda: all(round_of(peer) > round for peer in peers))
@@ -167,17 +174,81 @@ async def test_a_peer_that_lost_the_earlier_state_takes_it_from_the_others(tmp_p
     await stop(peers)
 
 
+@pytest.mark.parametrize(("now", "to_round"), [(54, 40), (9, 4)], ids=["from the beginning on", "from a snapshot on"])
 @virtual
-async def test_what_the_next_snapshot_deletes_is_no_way_back(tmp_path: Path) -> None:
-    """Else the state would be gone by the time that the round going on is committed."""
-    peers, _ = await begun(tmp_path, "abc", 9, every=4, keep_updates=1)
-    assert peers[0].session is not None
-    rebuild = peers[0].session.around.rebuild
-    assert isinstance(rebuild, Rebuilder)
-    kept = Snapshots(peers[0].folder / "a").rounds()
-    assert isinstance(rebuild.rollback(kept[1]), Rollback)
-    with pytest.raises(LookupError, match=f"the oldest snapshot kept is of round {kept[1]}"):
-        rebuild.rollback(kept[0])
+async def test_what_leads_back_is_kept_until_it_has_been_used(tmp_path: Path, now: int, to_round: int) -> None:
+    """Though a snapshot of the round going on, which is committed first, would replace it by the limits."""
+    every, keep_updates = (5, 50) if now == 54 else (4, 1)
+    peers, _ = await begun(tmp_path, "abc", now, every=every, keep_updates=keep_updates)
+    assert round_of(leader_of(peers)) == now
+    went = await roll_back(peers, to_round)
+    assert went >= now + 2, "the round that saves a snapshot came before"
+    assert {peer.states[went] for peer in peers} == {peers[0].states[to_round]}
+    await until(lambda: all(round_of(peer) >= went + 3 * every for peer in peers))
+    equal_states(peers, went)
+    for peer in peers:
+        assert len(Snapshots(peer.folder / peer.name).rounds()) <= 3, "what was kept for it is gone"
+    await stop(peers)
+
+
+@virtual
+async def test_what_few_can_make_is_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    """b and c came in by a later snapshot: the run would stand until they had the state, and nothing would vouch for it."""
+    run = run_of(every=4, keep_updates=1, min_peers=1)
+    run = run.model_copy(update={"save": run.save.model_copy(update={"keep_snapshots": 4})})
+    peers, everybody = mesh_of(tmp_path, "abc", run)
+    peers[0].start(everybody)
+    await until(lambda: round_of(peers[0]) >= 16)
+    for peer in peers[1:]:
+        peer.start(everybody)
+    await until(lambda: len(peers[0].commits()[-1]["view"]) == 3)
+    oldest = min(Snapshots(tmp_path / "a").rounds())
+    done, words = await order(peers, oldest)
+    assert not done
+    assert words.startswith(f"too few of the voters can make that state (b: nothing that is kept leads to round {oldest}; ")
+    assert "; c: nothing" in words
+    at = round_of(peers[0])
+    await until(lambda: all(round_of(peer) >= at + 3 for peer in peers))
+    await stop(peers)
+
+
+@virtual
+async def test_two_orders_are_both_carried_out(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abc", 8)
+    at = round_of(peers[0])
+    assert (await order(peers, 5))[0]
+    replica = leader_of(peers).session.replica  # type: ignore[union-attr]
+    await until(lambda: replica.held is not None and replica.held.update.rollback is not None, look_seconds=0.001)
+    assert (await order(peers, 6))[0]
+    await until(lambda: list(rollbacks(peers[1], at).values()) == [5, 6])
+    at = round_of(peers[0])
+    await until(lambda: all(round_of(peer) >= at + 3 for peer in peers))
+    assert equal_states(peers)
+    await stop(peers)
+
+
+@virtual
+async def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    peers, _ = await begun(tmp_path, "abc", 6)
+    leader = leader_of(peers)
+    assert leader.session is not None
+    leader.session.stop_run()
+    await until(lambda: leader.session.replica.s.stop_after is not None)  # type: ignore[union-attr]
+    done, words = await order(peers, 4)
+    assert not done
+    assert "the run ends with round" in words
+    await stop(peers)
+
+
+@virtual
+async def test_a_rollback_is_undone_by_the_snapshot_before_it(tmp_path: Path) -> None:
+    """Of which no contribution says anything: the round after it had none."""
+    peers, _ = await begun(tmp_path, "abc", 11, every=4, keep_updates=1)
+    assert round_of(leader_of(peers)) == 11
+    went = await roll_back(peers, 9)
+    assert went == 13
+    again = await roll_back(peers, 12)
+    assert {peer.states[again] for peer in peers} == {peers[0].states[12]}
     await stop(peers)
 
 
@@ -186,12 +257,10 @@ async def test_what_the_next_snapshot_deletes_is_no_way_back(tmp_path: Path) -> 
 async def test_a_leader_lost_in_the_middle_leaves_one_history(tmp_path: Path) -> None:
     """Held by a quorum it is committed by the successor; not held it never was. Either way all agree and go on."""
     peers, _ = await begun(tmp_path, "abc", 6)
-    leader = next(peer for peer in peers if peer.session is not None and peer.session.replica.is_leader)
+    leader = leader_of(peers)
     assert leader.session is not None
-    rebuild = leader.session.around.rebuild
-    assert isinstance(rebuild, Rebuilder)
     replica = leader.session.replica
-    leader.session.roll_back(rebuild.rollback(4))
+    assert (await order(peers, 4))[0]
     await until(lambda: replica.held is not None and replica.held.update.rollback is not None, look_seconds=0.001)
     round = replica.round + 1
     await kill(leader)

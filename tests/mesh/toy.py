@@ -187,9 +187,9 @@ class ToyPeer:
             snapshots=snapshots,
             membership=membership,
             links=transport.links,
+            past=Rebuilder(self.store, snapshots, engine.initial_weights, self.founding, of),
             observe=self.events.append,
             history=self.note,
-            rebuild=Rebuilder(self.store, snapshots, engine.initial_weights, self.founding, of),
             clock=self.clock,
         )
         session = Session(

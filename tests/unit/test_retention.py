@@ -175,23 +175,6 @@ def test_a_snapshot_that_a_joiner_reads_stays_with_the_updates_after_it(tmp_path
     assert folder.store.rounds() == range(6, 16)
 
 
-@pytest.mark.parametrize("limit", [None, 2, 3])
-def test_what_the_next_snapshot_replaces_is_known_before(limit: int | None, tmp_path: Path) -> None:
-    """`limit`: in snapshots, with the updates after them."""
-    save = {} if limit is None else {"keep_bytes": limit * (one_snapshot(tmp_path) + 5_000)}
-    folder = Folder(tmp_path / "peer", keep_snapshots=4, keep_updates=1, **save)
-    assert folder.snapshots.next_to_go({}) == []
-    for _ in range(8):
-        folder.go_on(5)
-        before, going = folder.snapshots.rounds(), folder.snapshots.next_to_go(folder.store.sizes())
-        folder.round += 1
-        save_snapshot(folder.snapshots, folder.round)
-        folder.retaining.saved(folder.round)
-        assert [round for round in before if round not in folder.snapshots.rounds()] == going
-        folder.round += 4
-    assert limit != 2 or len(folder.snapshots.rounds()) < 4, "by bytes"
-
-
 @pytest.mark.fault
 def test_what_cannot_be_deleted_is_told_and_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(tmp_path / "peer", keep_updates=2)
