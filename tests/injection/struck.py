@@ -285,10 +285,10 @@ class StruckTransport(Libp2pTransport):
 
 
 class StruckSnapshots(Snapshots):
-    def write(self, *args: Any) -> Any:
+    def write(self, *args: Any, **more: Any) -> Any:
         if hooks.session is not None:
             hooks.at("saving", hooks.session.replica.round)
-        return super().write(*args)
+        return super().write(*args, **more)
 
 
 def light_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]) -> LightEngine:
