@@ -266,8 +266,8 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _rollback(args: argparse.Namespace) -> int:
-    if args.to_round < 0:
-        raise ConfigError(f"--to-round {args.to_round}: there is no such round: 0 is the state that the run began with")
+    if not 0 <= args.to_round < 2**63:
+        raise ConfigError(f"--to-round {args.to_round}: no run has such a round; 0 is the state that it began with")
     if args.to_round == 0 and not args.yes:
         raise ConfigError("--to-round 0 undoes everything that this run was trained: add --yes if you mean it")
     from geomesh_p2p.lab.status import rollback

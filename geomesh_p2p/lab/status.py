@@ -12,6 +12,7 @@ import json
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from geomesh_p2p.swarm.visitor import Visitor
 
 LOOK_SECONDS = 2.0
 WARNINGS_SHOWN = 5
+STANDS_SECONDS = 60.0            # and five rounds: a run that commits nothing for so long has a trouble of its own
 GONE = ("lost", "left")
 LONGEST_WAITING = 24              # that is told within the table
 NO_TERMINAL_COLUMNS = 1000
@@ -82,8 +84,18 @@ def rollback(call: Call, to_round: int) -> int:
             if to_round < before:
                 print(undoing(asked, to_round), flush=True)
             print(await visitor.order(call.address, "rollback", round=to_round), flush=True)
+            round, moved_at = before, time.monotonic()
             while True:
                 now = await visitor.status(call.address)
+                if now["round"] != round:
+                    round, moved_at = now["round"], time.monotonic()
+                limit = STANDS_SECONDS + 5 * (now["round_seconds"] or 0.0)
+                if time.monotonic() - moved_at > limit:
+                    waits = f" ({now['waiting_for']})" if now["waiting_for"] else ""
+                    raise TemporaryError(
+                        f"nothing was committed for {limit:.0f} s{waits}; the order stands for as long as the leader does: "
+                        "see geomesh status, and give it again if the leader has changed"
+                    )
                 done = now["rolled_back"]
                 if done is not None and done["round"] > before and done["to_round"] == to_round:
                     last = done["round"] - 1

@@ -19,7 +19,7 @@ from geomesh_p2p.errors import DataError
 
 log = logging.getLogger("geomesh.going_back")
 REACHES = "reaches"
-ASK_SECONDS = 5.0
+ASK_SECONDS = 2.5       # well within what whoever passes the order on waits (visits.py)
 DECIDED_ROUNDS = 3      # the round going on, the rollback, and one more while the order was on its way
 
 

@@ -163,7 +163,7 @@ def test_the_whole_run_goes_back_to_an_earlier_round_by_order(mesh: Sites) -> No
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["rollback", "--to-round", "99999", "--join-secret-file", "secret"], 5, "--to-round takes an earlier one"),
-    (["rollback", "--to-round", "-1", "--join-secret-file", "secret"], 2, "there is no such round"),
+    (["rollback", "--to-round", "-1", "--join-secret-file", "secret"], 2, "no run has such a round"),
     (["rollback", "--to-round", "1"], 5, "the join secret was not proved"),
     (["drain", "nowhere", "--join-secret-file", "secret"], 5, "no site 'nowhere' here: there are b, a, c"),
     (["drain", "c"], 5, "the join secret was not proved"),

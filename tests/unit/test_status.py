@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from geomesh_p2p.cli import main
 from geomesh_p2p.core.messages import Fetched
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.errors import GeoMeshError, RefusedError, TemporaryError, UnreachableError
+from geomesh_p2p.lab import status as lab_status
 from geomesh_p2p.lab.status import NO_TERMINAL_COLUMNS, Call, look, shown, undoing
 from geomesh_p2p.swarm.visitor import Visitor
 from geomesh_p2p.swarm.visits import TRY_AGAIN
@@ -115,7 +117,8 @@ def no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     (["stop", "/ip4/127.0.0.1/tcp/4100"], "it must end in /p2p/PEER_ID"),
     (["drain", "@nope.addr", "b"], "ADDR @nope.addr: there is no such file"),
     (["status", ADDRESS, "--join-secret-file", "nope.secret"], "--join-secret-file nope.secret cannot be read"),
-    (["rollback", ADDRESS, "--to-round", "-1"], "--to-round -1: there is no such round"),
+    (["rollback", ADDRESS, "--to-round", "-1"], "--to-round -1: no run has such a round"),
+    (["rollback", ADDRESS, "--to-round", "9" * 20], "no run has such a round"),
     (["rollback", ADDRESS, "--to-round", "0"], "add --yes"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_started(
@@ -148,3 +151,27 @@ async def test_why_an_order_was_not_taken_decides_what_it_ends_with(
     with pytest.raises(kind, match=said) as caught:
         await Visitor().order(ADDRESS, "rollback", round=7)
     assert type(caught.value) is kind
+
+
+def test_a_run_that_stands_ends_the_wait_for_a_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leader took the order, and then lost its quorum."""
+    looks: list[float] = []
+
+    async def told(self: Visitor, address: str) -> dict[str, Any]:
+        looks.append(1.0)
+        return answer() | {"round": 40, "rolled_back": None, "round_seconds": 2.0, "waiting_for": "a quorum of the voters: b"}
+
+    async def taken(self: Visitor, *_: Any, **more: Any) -> str:
+        return "the run goes back to round 30 after the round going on"
+
+    monkeypatch.setattr(Visitor, "status", told)
+    monkeypatch.setattr(Visitor, "order", taken)
+    monkeypatch.setattr(Visitor, "__aenter__", lambda self: _at_once(self))
+    monkeypatch.setattr(lab_status, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lab_status, "time", SimpleNamespace(monotonic=lambda: sum(looks)))
+    with pytest.raises(TemporaryError, match=r"nothing was committed for 70 s \(a quorum of the voters: b\)"):
+        lab_status.rollback(lab_status.Call("x"), 30)
+
+
+async def _at_once(visitor: Visitor) -> Visitor:
+    return visitor
