@@ -338,15 +338,19 @@ class Session:
             self.around.observe(obs.RolledBack(update.round, update.rollback.to_round))
         self._anchor_at = state
         final = update.round >= self.replica.s.last_round
-        if final or self._saved_by_all(update.round, update):
+        if final or self._saved_by_all(update.round):
             self._save_snapshot(state)
         self._end_if_over(update.round)
         self._beat_now.set()
 
-    def _saved_by_all(self, round: int, update: Update | None) -> bool:
-        """Whether every peer saves a snapshot of `round`, perhaps that of `update`: a rollback's state is not made twice."""
-        rolled_back = update is not None and update.round == round and update.rollback is not None
-        return rolled_back or round % self.planning.save.snapshot_every_rounds == 0
+    def _saved_by_all(self, round: int) -> bool:
+        """Whether every peer that was there has a snapshot of `round`, which contributions then speak of: known from the run and
+        its log alone, for a digest must not depend on who was started again."""
+        if round % self.planning.save.snapshot_every_rounds == 0:
+            return True
+        founding, update = self.around.membership.me.founding, self.around.store.read_header(round)
+        forked_here = founding is not None and founding.fork is not None and founding.fork.round == round
+        return forked_here or (update is not None and update.rollback is not None)
 
     def _adopt(self, state: LogState, work: AdoptState) -> None:
         self.bench.put(work)
@@ -410,7 +414,7 @@ class Session:
                 self._hand_in(job)
         elif mine is not None:
             base, content = self.replica.log.state, None
-            if self._saved_by_all(base.round, self.replica.s.last_update) or base.round in self.around.snapshots.rounds():
+            if self._saved_by_all(base.round):
                 content = partial(self.around.snapshots.content, base)
             self.bench.train(plan, mine, (plan.round - 1) % self.planning.validate_every_rounds == 0, content)
 
