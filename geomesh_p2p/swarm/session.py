@@ -344,8 +344,8 @@ class Session:
         self._beat_now.set()
 
     def _saved_by_all(self, round: int) -> bool:
-        """Whether every peer that was there has a snapshot of `round`, of which contributions then speak: known from the run and
-        its log alone, for a digest must not depend on who was started again."""
+        """Whether every peer that was there has a snapshot of `round`, of which contributions then speak: known from the run
+        and its log alone, for a digest must not depend on who was started again."""
         if round % self.planning.save.snapshot_every_rounds == 0:
             return True
         founding, update = self.around.membership.me.founding, self.around.store.read_header(round)
