@@ -62,9 +62,9 @@ class Behind:
 
     # -------------------------------------------------------------- what is claimed
 
-    def learn(self, peer: PeerId, round: int, digest: Digest, soon: bool, proved: bool = False) -> None:
-        """`peer` says that it has committed `round` with `digest`. `soon`: its commit may still arrive by itself. `proved`: it
-        came with that round's update, which follows this peer's log."""
+    def learn(self, peer: PeerId, round: int, digest: Digest, soon_seconds: float, proved: bool = False) -> None:
+        """`peer` says that it has committed `round` with `digest`. `soon_seconds`: for how long the next round's commit, or its
+        body, may still arrive by itself. `proved`: it came with that round's update, which follows this peer's log."""
         s = self.s
         if round <= s.round:
             self.claims.pop(peer, None)
@@ -72,7 +72,7 @@ class Behind:
             if known is not None and digest and known != digest:
                 s.diverged(round, digest, peer)
             return
-        wait = 2 * s.timing.retry_seconds if soon and round == s.round + 1 else 0.0
+        wait = soon_seconds if round == s.round + 1 else 0.0
         claim = self.claims.get(peer)
         if claim is None:
             self._make_room()
@@ -96,6 +96,12 @@ class Behind:
         """Whether what `peer` says of rounds counts, as far as it could be followed so far."""
         doubt = self.doubts.get(peer)
         return doubt is None or (doubt.failures < NAMED_FROM and doubt.silences < SILENT_FROM)
+
+    def wait(self, round: int, seconds: float) -> None:
+        """What this peer is at brings the update of `round`, by then."""
+        for claim in self.claims.values():
+            if claim.round == round:
+                claim.start_at = self.s.now + seconds
 
     def now(self) -> None:
         """Do not wait for the commit any longer."""

@@ -15,6 +15,7 @@ Decisions:
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from geomesh_p2p.core import events as ev
@@ -343,8 +344,12 @@ class Replica:
 
     def _learn(self, peer: PeerId, round: int, digest: Digest, proved: bool = False) -> None:
         awaited = bool(self.s.leaving) and self.member.plan is None     # the commit that lets this peer go
-        soon = self.member.overtaken is not None or self.member.exchanging or self.s.held_next() is not None or awaited
-        self.behind.learn(peer, round, digest, soon, proved)
+        soon_seconds = 0.0
+        if self.member.overtaken is not None:  # until then the exchange has time; afterwards none
+            soon_seconds = max(0.0, self.member.overtaken_until - self.s.now) if self.member.overtaken_until < inf else 0.0
+        elif self.member.exchanging or self.s.held_next() is not None or awaited:
+            soon_seconds = 2 * self.s.timing.retry_seconds
+        self.behind.learn(peer, round, digest, soon_seconds, proved)
 
     def _refuse_lower(self, sender: PeerId, plan: Digest) -> None:
         """Tell the leader of a past term which term is known here."""
@@ -373,13 +378,14 @@ class Replica:
             self._advance(update, "message", commit.term)
         elif self.member.assembling(update):
             self.member.wait_for_assembly(sender, commit)
+            self.behind.wait(update.round, self.member.overtaken_until - s.now)
         elif update.body_bytes == 0:
             s.save_held(Held(commit.term, 0, b"", update))
             self._advance(update, "message", commit.term)
         elif self.leaving.lets_go(update):
             self.leaving.let_go = update
         else:
-            self.behind.learn(sender, update.round, update.digest, soon=False, proved=update.base == s.log.digest)
+            self.behind.learn(sender, update.round, update.digest, 0.0, proved=update.base == s.log.digest)
 
     def _overtaken(self) -> None:
         """The exchange has brought the update whose commit came before it."""
@@ -390,7 +396,7 @@ class Replica:
         if assembled.seal == commit.update.seal:
             self._advance(commit.update, "message", commit.term)
         else:
-            self.behind.learn(sender, commit.update.round, commit.update.digest, False, proved=True)
+            self.behind.learn(sender, commit.update.round, commit.update.digest, 0.0, proved=True)
 
     # -------------------------------------------------------------- the log grows
 
