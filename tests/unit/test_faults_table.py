@@ -74,3 +74,9 @@ def test_every_marked_test_stands_in_its_row() -> None:
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     marked = {(case, path, name) for path in files for name, cases in marks_of(path).items() for case in cases}
     assert not sorted(marked - named)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Else they cannot be collected together, as `make test-all` does at its end."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
