@@ -113,7 +113,7 @@ def main() -> int:
     state = State(arguments.state, arguments.seed)
     stages: dict[str, Callable[[], bool]] = {
         "faulty": lambda: in_parts(state, "faulty", arguments.faulty_rounds, 100, faulty_part),
-        "plain": lambda: in_parts(state, "plain", arguments.rounds, 1000, plain_part),
+        "plain": lambda: in_parts(state, "plain", arguments.rounds, 3000, plain_part),
         "schedules": lambda: in_parts(
             state, "schedules", arguments.schedules, 1000, command_part("tests.mesh.simulator", "--faults", "3", "--schedules")
         ),

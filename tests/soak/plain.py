@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from tests.soak.measure import Slope, growing, keep_logs, sample, slope
 
 STAY = ("a", "b", "c")
 SAMPLE_EVERY_ROUNDS = 20
-WARM_UP_SHARE = 0.2
+WARM_UP_SECONDS = 400.0   # more than anything is kept of who is gone, so that from there on as many come as are forgotten
+LEAST_SAMPLES = 20
 LIMIT_SECONDS = 120.0     # net.reach_seconds and an election: nothing here may take longer
 
 
@@ -43,13 +45,14 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         mesh.start()
         mesh.together()
         guests, number, next_sample, next_change = list[Site](), 0, 0, 0
+        warm_at = time.monotonic() + WARM_UP_SECONDS
         while (round := min(site.round for site in stayers)) < rounds:
             if round >= next_sample:
                 next_sample = round + SAMPLE_EVERY_ROUNDS
                 if round % (10 * SAMPLE_EVERY_ROUNDS) < SAMPLE_EVERY_ROUNDS:
                     counts = f"{outcome.joins} joins, {outcome.leaves} leaves, {outcome.kills} kills"
                     print(f"   round {round}: {counts}", flush=True)
-                for site in stayers:
+                for site in stayers if time.monotonic() >= warm_at else ():
                     for key, value in sample(site).items():
                         points[f"{site.name} {key}"].append((round, value))
             if round >= next_change:
@@ -80,10 +83,9 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
     outcome.wrong += complaints(mesh)
     if verify([str(mesh.folder / "runs" / "tiny")]) != 0:
         outcome.wrong.append("the checker found violations")
-    warm = WARM_UP_SHARE * rounds
-    outcome.slopes = [
-        slope(name, [(x, y) for x, y in series if x >= warm]) for name, series in sorted(points.items()) if "round" not in name
-    ]
+    outcome.slopes = [slope(name, series) for name, series in sorted(points.items()) if "round" not in name]
+    if max(map(len, points.values()), default=0) < LEAST_SAMPLES:
+        outcome.wrong.append(f"over before enough could be measured: that begins after {WARM_UP_SECONDS:g} s, ask for more rounds")
     outcome.wrong += [f"grows: {one}" for one in growing(outcome.slopes)]
     if outcome.wrong:
         keep_logs(mesh)
