@@ -85,7 +85,7 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
         outcome.wrong.append("the checker found violations")
     outcome.slopes = [slope(name, series) for name, series in sorted(points.items()) if "round" not in name]
     if max(map(len, points.values()), default=0) < LEAST_SAMPLES:
-        outcome.wrong.append(f"over before enough could be measured: that begins after {WARM_UP_SECONDS:g} s, ask for more rounds")
+        outcome.wrong.append(f"over before enough was measured, which begins after {WARM_UP_SECONDS:g} s: ask for more rounds")
     outcome.wrong += [f"grows: {one}" for one in growing(outcome.slopes)]
     if outcome.wrong:
         keep_logs(mesh)
