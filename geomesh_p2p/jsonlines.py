@@ -8,6 +8,7 @@ Nothing is thrown away: whoever reads takes the parts and the file as one. Parts
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -129,8 +130,13 @@ def _number(part: Path) -> int:
 def read_lines(path: Path) -> Iterator[str]:
     """Every line of `path`, its parts first; it may be written to meanwhile. What is missing of a damaged part shows as a line
     that is no JSON. Raises OSError."""
-    with path.open("rb") as newest:
+    if not path.exists() and parts(path):  # ended between two parts, before the next file was begun
+        newest: BinaryIO = io.BytesIO()
+        now = -1
+    else:
+        newest = path.open("rb")
         now = os.fstat(newest.fileno()).st_ino
+    with newest:
         for part in parts(path):
             with _opened(part) as file:
                 if os.fstat(file.fileno()).st_ino == now:  # it has become a part since it was opened

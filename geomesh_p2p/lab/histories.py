@@ -101,6 +101,8 @@ def find_history_files(folders: Iterable[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         candidates = [folder] if folder.name == HISTORY_FILE else folder.rglob(HISTORY_FILE)
         found.update(path.resolve() for path in candidates if path.is_file())
+        # A process that ended between two parts has left parts alone.
+        found.update(path.with_name(HISTORY_FILE).resolve() for path in folder.rglob("history-*.jsonl*") if path.is_file())
     return sorted(found)
 
 

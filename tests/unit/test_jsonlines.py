@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from geomesh_p2p.jsonlines import JsonLines, parts, read_lines
+from geomesh_p2p.lab.histories import find_history_files
 from tests.process.sites import until
 
 
@@ -59,3 +60,16 @@ def test_a_damaged_part_shows_as_a_line_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "history.jsonl").write_text('{"number":2}\n')
     *_, damaged, last = read_lines(tmp_path / "history.jsonl")
     assert (damaged, last) == ("history-000001.jsonl.gz is damaged", '{"number":2}')
+
+
+@pytest.mark.parametrize("part", ["history-000001.jsonl", "history-000001.jsonl.gz"])
+def test_a_crash_between_two_parts_loses_nothing(part: str, tmp_path: Path) -> None:
+    """The newest has become a part, and there is no file to write to yet."""
+    line = b'{"number":1}\n'
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / part).write_bytes(gzip.compress(line) if part.endswith(".gz") else line)
+    (found,) = find_history_files([tmp_path])
+    assert found == (tmp_path / "peer" / "history.jsonl").resolve()
+    assert list(read_lines(found)) == ['{"number":1}']
+    with pytest.raises(FileNotFoundError):
+        list(read_lines(tmp_path / "history.jsonl"))
