@@ -13,6 +13,7 @@ members agree on. Losing the private files costs a peer a little progress and no
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geomesh_p2p.core.canonical import Digest, digest, digest_bytes, pack, unpack
+from geomesh_p2p.core.canonical import DIGEST_BYTES, Digest, digest, digest_bytes, pack, unpack
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.retention import Retained, retained
 from geomesh_p2p.core.types import Range
@@ -450,7 +451,7 @@ def _checked_chunks(path: Path, manifest: Manifest) -> Iterator[bytes]:
 
 def _hash_file(path: Path) -> Digest:
     with path.open("rb") as file:
-        return digest_bytes(*iter(lambda: file.read(CHUNK_BYTES), b""))
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
 
 
 def _sync_file(path: Path) -> None:
