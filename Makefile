@@ -48,7 +48,7 @@ soak: setup
 	$(BIN)/python -m tests.soak $(SOAK)
 
 test-compose: setup
-	@command -v prometheus promtool >/dev/null || apt-get install -y -qq prometheus
+	@command -v prometheus promtool >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq prometheus; }
 	$(BIN)/pytest -q tests/operate
 
 bench:
