@@ -157,15 +157,15 @@ def _peer(args: argparse.Namespace) -> int:
     folder = Path(config.run.folder) / config.run.id / site.name
     if (args.first or args.fork_from is not None) and not site.config.site.trains:
         raise ConfigError(f"{site.path}: site.trains = false: an observer cannot found a run: start it with --bootstrap")
-    if args.fork_from is not None and config.run.fresh:
-        raise ConfigError("--fork-from goes on from this site's folder, and --run.fresh moves it aside: give one of them")
     if args.fork_from is not None:
         from geomesh_p2p.engine.forking import finish
 
+        if config.run.fresh:
+            raise ConfigError("--fork-from goes on from this site's folder, and --run.fresh moves it aside: give one of them")
+        if args.first:
+            raise ConfigError("--fork-from goes on from the run in this site's folder, --first begins anew: give one of them")
         finish(folder)
     holds_a_run = (folder / "founding.record").exists()
-    if args.fork_from is not None and args.first:
-        raise ConfigError("--fork-from goes on from the run in this site's folder, --first begins anew: give one of them")
     if args.fork_from is not None and not holds_a_run:
         raise ConfigError(f"--fork-from {args.fork_from}: {folder} holds no run: start this where a peer of the old run was")
     if not args.first and not config.net.seeds and not holds_a_run:

@@ -172,16 +172,24 @@ def test_nothing_sound_on_disk_is_said(tmp_path: Path) -> None:
     assert rebuilder(store, snapshots)(6) is None
 
 
-def test_no_round_is_named_for_a_fork_that_the_log_contradicts(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    store, _, _ = run_on_disk(folder, wrong_from=0)
+def close_pruned(store: DiskStore) -> None:
+    """Without its first updates, as the folder of a run that has gone on for long."""
     store.prune(3)
     store.save_founding(REBUILT)
     store.close()
+
+
+def fork_of(folder: Path, round: int) -> Path | None:
     engine: Any = SimpleNamespace(initial_weights=lambda: np.zeros(8, np.float32))
-    me = (REBUILT.fingerprint, "a")
+    return fork(folder, round, (REBUILT.fingerprint, "a"), engine, SETTINGS)
+
+
+def test_no_round_is_named_for_a_fork_that_the_log_contradicts(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    store, _, _ = run_on_disk(folder, wrong_from=0)
+    close_pruned(store)
     with pytest.raises(DataError, match=r"--fork-from 1: the update of round 1 is not on disk \(last round: 6\)$"):
-        fork(folder, 1, me, engine, SETTINGS)
+        fork_of(folder, 1)
 
 
 @pytest.mark.parametrize("missed", [1, 3])
@@ -189,14 +197,10 @@ def test_a_round_that_is_said_to_work_for_a_fork_does(missed: int, tmp_path: Pat
     folder = tmp_path / "a"
     store, snapshots, _ = run_on_disk(folder)
     snapshots.drop(2)
-    store.prune(3)
-    store.save_founding(REBUILT)
-    store.close()
-    engine: Any = SimpleNamespace(initial_weights=lambda: np.zeros(8, np.float32))
-    me = (REBUILT.fingerprint, "a")
+    close_pruned(store)
     with pytest.raises(DataError, match=rf"--fork-from {missed}: .*: the oldest later one that works is round 4$"):
-        fork(folder, missed, me, engine, SETTINGS)
-    aside = fork(folder, 4, me, engine, SETTINGS)
+        fork_of(folder, missed)
+    aside = fork_of(folder, 4)
     assert aside is not None
     assert Snapshots(folder).rounds() == [4]
 
