@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,20 +233,24 @@ async def tell_sizes(seconds: float = 2.0) -> None:
     path = Path(hooks.session.around.store.folder) / "sizes.json"  # type: ignore[attr-defined]
     while True:
         gc.collect()
-        sizes = {"tasks": len(asyncio.all_tasks()), "objects_thousand": len(gc.get_objects()) / 1000}
+        # Not gc.get_objects(): it also hands out a tuple that another thread is still making, which then fails there.
+        sizes = {"tasks": len(asyncio.all_tasks()), "blocks_thousand": sys.getallocatedblocks() / 1000}
         for name, where in SIZES.items():
             found: Any = hooks
             for part in where.split("."):
                 found = getattr(found, part, None)
             if hasattr(found, "__len__"):
                 sizes[name] = len(found)
+        transport: Any = hooks.transport
+        remotes = list(transport._remotes.items())
+        sizes["remotes_in_use"] = sum(remote.in_use for _, remote in remotes)
+        sizes["remotes_heard"] = sum(peer in transport._incoming for peer, _ in remotes)
+        sizes["remotes_admitted"] = sum(transport.budgets.admitted(peer) for peer, _ in remotes)
         node = getattr(hooks.directory, "_node", None)
         if node is not None:
             records = [entry for _, entry in node.protocol.storage.items()]
             sizes["directory_records"] = sum(len(getattr(entry.value, "data", [0])) for entry in records)
             sizes["directory_nodes"] = len(node.protocol.routing_table.peer_id_to_uid)
-        types = Counter(type(one).__name__ for one in gc.get_objects())  # for whoever asks what grows
-        (path.parent / "types.json").write_text(json.dumps(dict(types.most_common(80))))
         path.with_suffix(".new").write_text(json.dumps(sizes))
         os.replace(path.with_suffix(".new"), path)
         await asyncio.sleep(seconds)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tests.injection.proxy import family
@@ -45,7 +46,8 @@ def _process(pid: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Slope:
-    """By least squares, per 1,000 rounds. `error` is the standard error, from the scatter about the line."""
+    """By least squares, per 1,000 rounds. `error` is the standard error, from the scatter about the line, for as many
+    independent samples as there are: what is remembered for minutes is alike from one sample to the next."""
 
     name: str
     first: float
@@ -64,8 +66,10 @@ def slope(name: str, points: Sequence[tuple[float, float]]) -> Slope:
     mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     rate = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
-    rest = sum((y - mean_y - rate * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
-    error = math.sqrt(rest / (len(xs) - 2) / spread) if len(xs) > 2 and spread else math.inf
+    scatter = [y - mean_y - rate * (x - mean_x) for x, y in zip(xs, ys, strict=True)]
+    rest = sum(one**2 for one in scatter)
+    alike = max(0.0, sum(map(math.prod, pairwise(scatter))) / rest) if rest else 0.0  # autocorrelation at lag 1
+    error = math.sqrt(rest / (len(xs) - 2) / spread * (1 + alike) / (1 - alike)) if len(xs) > 2 and spread else math.inf
     return Slope(name, statistics.median(ys[:tenth]), statistics.median(ys[-tenth:]), rate, error)
 
 
