@@ -23,6 +23,7 @@ from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import (
     AdoptState,
+    Closes,
     Engine,
     FoldUpdate,
     LocalRound,
@@ -92,7 +93,7 @@ async def train(mesh: Mesh, model: LocalModel) -> None:
                     mesh.made_anew(model.round, outcome)
 
 
-def inner_round(mesh: Mesh, model: LocalModel, work: TrainRound) -> LocalRound:
+def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound:
     """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient."""
     plan, mine = work.plan, work.mine
     started = time.perf_counter()

@@ -325,7 +325,7 @@ def _assembled(
     members = []
     for i, w, assignment, text in zip(schedule.members, schedule.works, held, why, strict=True):
         times = ground.times[i]
-        scale, scale_reason = _lr_scale(w.batch, inner)
+        scale, scale_reason = lr_scale(w.batch, inner)
         members.append(
             Assignment(
                 peer=times.peer,
@@ -363,7 +363,8 @@ def _assembled(
     )
 
 
-def _lr_scale(batch: int, inner: InnerSection) -> tuple[float, str]:
+def lr_scale(batch: int, inner: InnerSection) -> tuple[float, str]:
+    """The factor on the inner learning rate of a batch, and why."""
     if inner.scale_learning_rate == "none":
         return 1.0, "learning rate as given (scale_learning_rate is none)"
     scale = min(LR_SCALES[1], max(LR_SCALES[0], math.sqrt(batch / inner.reference_batch)))

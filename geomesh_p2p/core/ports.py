@@ -418,15 +418,17 @@ Made = Literal["sound", "repaired", "rolled_back", "lost"]
 be trusted, or leads there."""
 
 
-class Mesh(Protocol):
+class Closes(Protocol):
+    def should_close(self, plan: Plan) -> bool:
+        """Whether inner steps for `plan` are to end at the next step boundary. Called from the worker thread."""
+        ...
+
+
+class Mesh(Closes, Protocol):
     """What the algorithm needs from the other peers: its next piece of work, in the order of the log, and an ear."""
 
     async def next_work(self) -> Work | None:
         """The next piece of work; None at the end of this peer's part."""
-        ...
-
-    def should_close(self, plan: Plan) -> bool:
-        """Whether inner steps for `plan` are to end at the next step boundary. Called from the worker thread."""
         ...
 
     def contribute(self, plan: Plan, local: LocalRound) -> None: ...

@@ -71,6 +71,7 @@ class InnerLoop:
         self.settings = settings
         self.bf16 = bf16
         self.skipped_in_a_row = 0
+        self.steps = 0  # tried so far
         self._parts = [torch.nn.Parameter(model.flat[start:stop]) for start, stop, _ in model.segments]
         for part, (start, stop, _) in zip(self._parts, model.segments, strict=True):
             part.grad = model.grad[start:stop]
@@ -92,6 +93,7 @@ class InnerLoop:
         """One optimizer step on (batch, length + 1) ids. Returns the mean loss in nats and whether the step was taken:
         a gradient that is not finite leaves weights and moments as they were."""
         model = self.model
+        self.steps += 1
         loss = self.ranks.gradient(self._gradient, torch.from_numpy(ids))
         norm = float(torch.linalg.vector_norm(model.grad))
         if not math.isfinite(norm):

@@ -1,0 +1,99 @@
+"""What is compared: each method is a few differences from the run file, and says how its rounds are made.
+
+`kind` is how sites work together: `rounds` (all train, then all exchange), `gradients` (an exchange after every step) or
+`async` (each sends when it is done, a server applies what comes).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.settings import Setting
+
+Kind = Literal["rounds", "gradients", "async"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds; `speed_steps`:
+    inner steps follow each site's speed, at the reference's batch; `frozen`: the first plan stands for the whole run."""
+
+    name: str
+    about: str
+    kind: Kind = "rounds"
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    length: float = 1.0
+    speed_steps: bool = False
+    frozen: bool = False
+
+    @property
+    def planned(self) -> bool:
+        return self.changes.get("planner", {}).get("mode") == "planned"
+
+    def run_config(self, run: RunConfig, setting: Setting, total_tokens: int) -> RunConfig:
+        """The run file's configuration for this method under `setting`, trained on `total_tokens`."""
+        sequences = setting.reference_round_sequences * self.length
+        batch = min(setting.reference_batch, *(site.max_batch for site in setting.sites))
+        steps = max(1, round(sequences / (batch * len(setting.sites))))
+        planner: dict[str, Any] = {
+            "mode": "uniform", "batch": batch, "inner_steps": steps,
+            "round_tokens": round(sequences * run.model.sequence_length),
+        }  # fmt: skip
+        if self.speed_steps:
+            planner |= {"mode": "fixed", "fixed": _by_speed(setting, batch, sequences)}
+        inner = {"total_tokens": total_tokens}
+        changes: dict[str, dict[str, Any]] = {"planner": planner, "inner": inner}
+        for section, values in self.changes.items():
+            changes[section] = {**changes.get(section, {}), **values}
+        fields = run.model_dump()
+        for section, values in changes.items():
+            fields[section] = {**fields[section], **values}
+        return RunConfig.model_validate(fields)
+
+
+def _by_speed(setting: Setting, batch: int, sequences: float) -> dict[str, tuple[int, int]]:
+    """The same batch for all, steps in proportion to speed, `sequences` in all."""
+    speeds = {site.name: 1 / (site.fixed_seconds + batch * site.sequence_seconds) for site in setting.sites}
+    steps = sequences / batch / sum(speeds.values())
+    return {name: (batch, max(1, round(steps * speed))) for name, speed in speeds.items()}
+
+
+FP32 = {"payload": "fp32"}
+REDUCE = {"topology": "reduce"}
+
+
+def _methods() -> tuple[Method, ...]:
+    diloco = {"codec": FP32, "planner": REDUCE}
+    int8 = {**diloco, "codec": {"payload": "int8"}}
+    planned = {"planner": {"mode": "planned"}}
+    return (
+        Method("ddp", "gradients averaged after every step, fp32", "gradients", diloco),
+        Method("diloco", "equal batch and steps, fp32, at the reference round length", changes=diloco),
+        Method("diloco-2x", "diloco with rounds twice as long", changes=diloco, length=2),
+        Method("diloco-4x", "diloco with rounds four times as long", changes=diloco, length=4),
+        Method("diloco-fp16", "diloco with fp16 on the wire", changes={**diloco, "codec": {"payload": "fp16"}}),
+        Method("diloco-int8", "diloco with int8 on the wire", changes=int8),
+        Method("diloco-steps", "inner steps in proportion to speed, fp32", changes=diloco, speed_steps=True),
+        Method("diloco-1bit", "diloco with signs on the wire", changes={}),
+        Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
+        Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned),
+        Method("geomesh-fp32", "planned batch and steps, fp32", changes={**planned, "codec": FP32}),
+        Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, frozen=True),
+    )
+
+
+METHODS = {method.name: method for method in _methods()}
+TUNED_LENGTHS = ("diloco", "diloco-2x", "diloco-4x")
+"""What diloco-tuned-H is the best of."""
+
+
+def method_of(name: str) -> Method:
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"no method {name!r}{meant}: {', '.join(METHODS)}")
+    return METHODS[name]

@@ -1,0 +1,182 @@
+"""The queue of a benchmark: every method with every seed, each trained once, priced under the setting, reported together.
+
+What is trained is kept below FOLDER/trajectories; run again, the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.forecast import Volume
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.asynchronous import race, train_race
+from geomesh_p2p.lab.bench.clock import World, calibrated
+from geomesh_p2p.lab.bench.methods import METHODS, Method
+from geomesh_p2p.lab.bench.results import Outcome, outcome
+from geomesh_p2p.lab.bench.settings import Setting
+from geomesh_p2p.lab.bench.timeline import ALL, Stage, gradient_rounds, idle_shares, rounds
+from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, trained
+from geomesh_p2p.lab.whatif import layout_from_files, volume_of
+
+VALIDATE_SHARE = 0.9       # of a reference round's tokens between two validations: after every round, and of as many tokens
+CALIBRATION_ROUNDS = 3
+GRADIENT_STEPS = 16        # between two validations, at least
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method with one seed. `run` is the method's configuration."""
+
+    method: Method
+    seed: int
+    run: RunConfig
+    world: World
+    budget_tokens: int
+
+    @property
+    def reference_tokens(self) -> int:
+        return self.world.setting.reference_round_sequences * self.run.model.sequence_length
+
+    def volume(self) -> Volume:
+        return volume_of(layout_from_files(self.run), self.run)
+
+    def stages(self) -> Sequence[Stage]:
+        """The method in virtual time; trains nothing."""
+        volume = self.volume()
+        match self.method.kind:
+            case "rounds":
+                return list(rounds(self.method, self.run, volume, self.world, self.budget_tokens))
+            case "gradients":
+                steps = max(1, -(-self.reference_tokens // (self.run.planner.batch * self.run.model.sequence_length
+                                                             * len(self.world.setting.sites))))  # fmt: skip
+                return list(gradient_rounds(self.run, volume, self.world, self.budget_tokens, steps))
+            case "async":
+                return race(self.run, self.world, volume.parameters, self.budget_tokens, self.reference_tokens)[0]
+
+    def play(self, store: Path, tell: Callable[[Point], None] = lambda _point: None) -> Outcome:
+        """In virtual time, and trained."""
+        volume, names = self.volume(), self.world.setting.names
+        found: Trajectory
+        if self.method.kind == "async":
+            stages, events = race(self.run, self.world, volume.parameters, self.budget_tokens, self.reference_tokens)
+            found = train_race(self.run, names, events, store, tell)
+            return outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, stages, found)
+        played = self.stages()
+        workers = [ALL] if self.method.kind == "gradients" else names
+        found = trained(self.run, workers, played, store, int(VALIDATE_SHARE * self.reference_tokens), tell)  # type: ignore[arg-type]
+        return outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, played, found)
+
+
+def jobs(
+    base: RunConfig, setting: Setting, methods: Sequence[Method], seeds: Sequence[int], budget_tokens: int
+) -> list[Job]:
+    """By seed first, so that a matrix that is stopped has whole comparisons."""
+    world = world_of(base, setting, budget_tokens)
+    configs = [(method, method.run_config(base, setting, budget_tokens)) for method in methods]
+    return [
+        Job(method, seed, _with_seed(run, seed), replace(world, seed=seed), budget_tokens)
+        for seed in seeds
+        for method, run in configs
+    ]
+
+
+def _with_seed(run: RunConfig, seed: int) -> RunConfig:
+    return run.model_copy(update={"run": run.run.model_copy(update={"seed": seed})})
+
+
+def world_of(base: RunConfig, setting: Setting, budget_tokens: int) -> World:
+    """The setting with rates for this model: scaled by its size, or until the reference waits as long as it should."""
+    layout = layout_from_files(base)
+    if setting.stands_for_parameters is not None:
+        return World(setting, layout.parameters / setting.stands_for_parameters)
+    assert setting.reference_wan_idle_share is not None
+    reference = METHODS["diloco"]
+    tokens = CALIBRATION_ROUNDS * setting.reference_round_sequences * base.model.sequence_length
+    run = reference.run_config(base, setting, budget_tokens)
+    volume = volume_of(layout, run)
+
+    def wan_idle_share(world: World) -> float:
+        return idle_shares(list(rounds(reference, run, volume, world, tokens)), setting.names[0]).wan
+
+    unchanged = setting.model_copy(update={"changes": ()})
+    return replace(calibrated(World(unchanged), wan_idle_share, setting.reference_wan_idle_share), setting=setting)
+
+
+def varied(methods: Sequence[Method], variations: Sequence[str]) -> list[Method]:
+    """Each method with every combination of `section.key=value,value,...`. Raises ConfigError."""
+    axes = []
+    for text in variations:
+        key, _, values = text.partition("=")
+        section, _, name = key.partition(".")
+        if not (section and name and values):
+            raise ConfigError(f"--vary {text!r}: give section.key=value,value,...")
+        axes.append([(section, name, _value(value)) for value in values.split(",")])
+    found = []
+    for method in methods:
+        for choice in product(*axes):
+            changes = dict(method.changes)
+            for section, name, value in choice:
+                changes[section] = {**changes.get(section, {}), name: value}
+            label = ",".join(f"{name}={value}" for _, name, value in choice)
+            found.append(replace(method, name=f"{method.name}[{label}]" if label else method.name, changes=changes))
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def play_all(queue: Sequence[Job], folder: Path, processes: int, tell: Tell) -> list[Outcome]:
+    """All jobs, `processes` at a time with one thread each, in the order given."""
+    store, begun = folder / "trajectories", time.monotonic()
+    found: dict[int, Outcome] = {}
+    with ProcessPoolExecutor(max(1, processes), multiprocessing.get_context("spawn"), _alone) as pool:
+        running = {pool.submit(_play, job, store): index for index, job in enumerate(queue)}
+        for done in as_completed(running):
+            index = running[done]
+            found[index] = done.result()
+            job, figures = queue[index], found[index].figures
+            came_to = f"perplexity {figures['final_ppl']:.3f} after {figures['wall_seconds']:.0f} virtual seconds"
+            so_far = f"{len(found)} of {len(queue)}, {time.monotonic() - begun:.0f} s so far"
+            tell(f"{job.method.name}, seed {job.seed}: {came_to} ({so_far})")
+    return [found[index] for index in range(len(queue))]
+
+
+def _alone() -> None:
+    """One thread a process: two trajectories side by side are faster than one on two cores."""
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def _play(job: Job, store: Path) -> Outcome:
+    return job.play(store)
+
+
+def priced(queue: Sequence[Job]) -> Iterator[tuple[Job, Sequence[Stage]]]:
+    """The jobs in virtual time alone."""
+    for job in queue:
+        yield job, job.stages()
+
+
+def to_stderr(text: str) -> None:
+    print(f"geomesh: {text}", file=sys.stderr, flush=True)

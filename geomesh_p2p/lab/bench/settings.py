@@ -1,0 +1,221 @@
+"""Settings of a benchmark: sites with their devices, links, and what changes while a run goes on.
+
+A setting is a TOML file (those that ship: settings/*.toml), its matrices CSV files beside it. Units are in the names; a rate
+is that of one direction of a pair of sites, both directions at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from geomesh_p2p.config import EmulationSection, LinkSection, Section, SiteConfig, SiteSection
+from geomesh_p2p.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "settings"
+Array = npt.NDArray[np.float64]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Place(Section):
+    """A site and its emulated device: a step of b sequences takes fixed_seconds + b * sequence_seconds."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    region: str = ""
+    device: str
+    fixed_seconds: float = Field(ge=0)
+    sequence_seconds: PositiveFloat
+    max_batch: PositiveInt
+
+
+class Pair(Section):
+    """The way between two sites or regions, both directions."""
+
+    between: tuple[str, str]
+    mbps: PositiveFloat | None = None
+    rtt_ms: float = Field(default=0.0, ge=0)
+
+
+class Links(Section):
+    """Round trips and rates by pair, from a matrix by region, or from a rule; the first that says something holds."""
+
+    pairs: tuple[Pair, ...] = ()
+    rtt_ms_file: str = ""
+    """CSV beside the setting: a row and a column per region (or site), round trips in ms."""
+    most_mbps: PositiveFloat = 1000.0
+    """The rate of a pair is this,"""
+    mbit_per_round_trip: PositiveFloat | None = None
+    """or this much per round trip where that is less."""
+    same_region_mbps: PositiveFloat = 10_000.0
+    """Between sites of one region, which have no delay."""
+    jitter_share: float = Field(default=0.0, ge=0, lt=1)
+    """Standard deviation of the logarithm of each transfer's rate and delay."""
+
+
+class Change(Section):
+    """From `begins_share` of the run's tokens until `ends_share`: `site` computes at `speed` times its speed, or the ways
+    `between` two sites (both directions) have `rate` times their rate."""
+
+    begins_share: Share
+    ends_share: Share
+    site: str = ""
+    speed: PositiveFloat = 1.0
+    between: tuple[str, str] | None = None
+    rate: PositiveFloat = 1.0
+
+
+class Setting(Section):
+    name: str
+    about: str
+    sources: tuple[str, ...] = ()
+    reference_round_sequences: PositiveInt
+    """Sequences of one round of the reference (diloco): equal batch and steps for all sites."""
+    reference_batch: PositiveInt = 8
+    stands_for_parameters: PositiveFloat | None = None
+    """Rates are for a model of so many parameters: a smaller one gets proportionally slower links, so that the ratio of
+    transfer to compute stays."""
+    reference_wan_idle_share: Share | None = None
+    """Instead: rates are scaled until the reference waits for the links for this share of its time."""
+    sites: tuple[Place, ...] = Field(min_length=1)
+    links: Links = Links()
+    changes: tuple[Change, ...] = ()
+    folder: str = ""
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Setting:
+        names = [site.name for site in self.sites]
+        if len(set(names)) != len(names):
+            raise ValueError("sites: two have the same name")
+        if names != sorted(names):
+            raise ValueError("sites: order them by name")
+        if (self.stands_for_parameters is None) == (self.reference_wan_idle_share is None):
+            raise ValueError("give either stands_for_parameters or reference_wan_idle_share")
+        known = {*names, *(site.region for site in self.sites)}
+        said = [name for pair in self.links.pairs for name in pair.between]
+        said += [name for change in self.changes for name in (change.site, *(change.between or ())) if name]
+        if unknown := [name for name in said if name not in known]:
+            raise ValueError(f"links or changes name {unknown[0]!r}, which is neither a site nor a region")
+        return self
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self.sites)
+
+    @cached_property
+    def rates(self) -> Array:
+        """[from, to] in bytes a second, as they are written; infinite on the diagonal."""
+        return self._matrix(lambda a, b: self._mbps(a, b) * 1e6 / 8, math.inf)
+
+    @cached_property
+    def rtts(self) -> Array:
+        """[from, to] in seconds."""
+        return self._matrix(lambda a, b: self._rtt_ms(a, b) / 1000, 0.0)
+
+    def _matrix(self, value: object, diagonal: float) -> Array:
+        size = len(self.sites)
+        found = np.full((size, size), diagonal)
+        for i, a in enumerate(self.sites):
+            for j, b in enumerate(self.sites):
+                if i != j:
+                    found[i, j] = value(a, b)  # type: ignore[operator]
+        return found
+
+    def _pair(self, a: Place, b: Place) -> Pair | None:
+        names = ({a.name, a.region}, {b.name, b.region})
+        for pair in self.links.pairs:
+            x, y = pair.between
+            if (x in names[0] and y in names[1]) or (y in names[0] and x in names[1]):
+                return pair
+        return None
+
+    def _rtt_ms(self, a: Place, b: Place) -> float:
+        if (pair := self._pair(a, b)) is not None:
+            return pair.rtt_ms
+        if a.region == b.region and a.region:
+            return 0.0
+        if not self.links.rtt_ms_file:
+            return 0.0
+        matrix = self._round_trips
+        for one, other in ((a, b), (b, a)):
+            for row in (one.name, one.region):
+                for column in (other.name, other.region):
+                    if (row, column) in matrix:
+                        return matrix[row, column]
+        raise ConfigError(f"{self.links.rtt_ms_file}: no round trip between {a.region or a.name} and {b.region or b.name}")
+
+    def _mbps(self, a: Place, b: Place) -> float:
+        pair = self._pair(a, b)
+        if pair is not None and pair.mbps is not None:
+            return pair.mbps
+        if a.region == b.region and a.region:
+            return self.links.same_region_mbps
+        rtt, per_trip = self._rtt_ms(a, b) / 1000, self.links.mbit_per_round_trip
+        return self.links.most_mbps if per_trip is None or rtt == 0 else min(self.links.most_mbps, per_trip / rtt)
+
+    @cached_property
+    def _round_trips(self) -> dict[tuple[str, str], float]:
+        path = Path(self.folder) / self.links.rtt_ms_file
+        try:
+            rows = list(csv.reader(path.open(encoding="utf-8")))
+            columns = rows[0][1:]
+            return {
+                (row[0], column): float(value)
+                for row in rows[1:]
+                for column, value in zip(columns, row[1:], strict=True)
+                if value
+            }
+        except (OSError, ValueError, IndexError) as error:
+            wanted = "a header row, then a row per region"
+            raise ConfigError(f"{path}: not a matrix of round trips in ms ({error}): {wanted}") from None
+
+    # ------------------------------------------------------------ for a mesh of real processes
+
+    def site_configs(self, rates: Array, time_scale: float) -> list[SiteConfig]:
+        """The setting as site files: every time `time_scale` times as long, every rate as many times lower."""
+        found = []
+        for i, site in enumerate(self.sites):
+            links = {
+                other.name: LinkSection(rtt_ms=1000 * self.rtts[i, j] * time_scale, mbps=rates[i, j] * 8 / 1e6 / time_scale)
+                for j, other in enumerate(self.sites)
+                if i != j
+            }
+            emulation = EmulationSection(
+                device=site.device,
+                fixed_seconds=site.fixed_seconds,
+                sequence_seconds=site.sequence_seconds,
+                max_batch=site.max_batch,
+                time_scale=time_scale,
+            )
+            found.append(SiteConfig(site=SiteSection(name=site.name, region=site.region), emulation=emulation, links=links))
+        return found
+
+
+def shipped() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load_setting(name: str) -> Setting:
+    """A setting that ships, by name, or one of your own, by path. Raises ConfigError."""
+    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Setting.model_validate({**fields, "name": path.stem, "folder": str(path.parent)})
+    except FileNotFoundError:
+        near = difflib.get_close_matches(name, shipped(), n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None

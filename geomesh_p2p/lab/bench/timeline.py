@@ -1,0 +1,297 @@
+"""Rounds in virtual time: who trains what, for how long, and where each site's time goes. Nothing is trained here.
+
+The plans are those of the product's planner, from the same figures that a leader would have: profiles measured at the start,
+the median step of the last round, links measured by the transfers of the last exchange. What then really happens follows the
+setting: other speeds, other rates, a noise that nobody planned for. A late site is closed as the protocol does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.forecast import CONTROL_SECONDS, DECODE_PER_SECOND, ENCODE_PER_SECOND, Volume
+from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, lr_scale, plan_round
+from geomesh_p2p.core.types import Assignment, Link, Plan, Range, StepReport, Term
+from geomesh_p2p.lab.bench.clock import Moment, World
+from geomesh_p2p.lab.bench.methods import Method
+from geomesh_p2p.lab.bench.settings import Array
+from geomesh_p2p.swarm.links import RATE_WEIGHT, RTT_WEIGHT
+
+ENDLESS = 2**62
+ALL = "all"
+"""The worker that trains what sites train together which exchange after every step."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One site's part of a round, and where its time went (seconds that add up to the round's). `steps` were done, which may
+    be fewer than planned; zero: it did not take part."""
+
+    site: str
+    steps: int
+    tokens: int
+    compute: float
+    straggler_idle: float
+    wan_idle: float
+    codec: float
+    sent_bytes: float
+    planned_finish: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.straggler_idle + self.wan_idle + self.codec
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of a run: a round, or whatever lies between two validations. `begins` and `ends` are seconds since the first
+    inner step, `tokens` what it added to the anchor."""
+
+    number: int
+    begins: float
+    ends: float
+    parts: tuple[Part, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Round(Stage):
+    """`exchange_seconds` from the last finish to the commit. `plan` is what is trained; it may be by one worker for all sites,
+    where that is the same. `changed`: while a change of the setting lasts."""
+
+    plan: Plan
+    exchange_seconds: float
+    changed: bool = False
+
+    def steps(self, site: str) -> int:
+        """Inner steps that a member of the plan did."""
+        return next((p.steps for p in self.parts if p.site == site), self.parts[0].steps)
+
+
+def rounds(method: Method, run: RunConfig, volume: Volume, world: World, budget_tokens: int) -> Iterator[Round]:
+    """The rounds of a method of kind `rounds` until `budget_tokens` are committed."""
+    return _Leader(method, run, volume, world, budget_tokens).lead()
+
+
+def gradient_rounds(
+    run: RunConfig, volume: Volume, world: World, budget_tokens: int, steps: int
+) -> Iterator[Round]:
+    """As `rounds`, with an exchange after every step: one worker with all sites' batches trains the same. A round is `steps`
+    steps, so that there is something to validate."""
+    names, batch = world.setting.names, run.planner.batch
+    together = batch * len(names)
+    uniform = run.model_copy(update={"planner": run.planner.model_copy(update={"inner_steps": 1})})
+    one_step = Method("", "")
+    clock, number, committed = 0.0, 1, 0
+    while committed < budget_tokens:
+        share = committed / budget_tokens
+        single = _Leader(one_step, uniform, volume, world, budget_tokens).plan(1)
+        played = _play(single, volume, run, world.at(number, share), number, 0.0, names[0])
+        left = -(-(budget_tokens - committed) // (together * run.model.sequence_length))
+        count = min(steps, left)
+        start = committed // run.model.sequence_length
+        member = replace(
+            single.members[0], peer=ALL, site=ALL, batch=together, last_batch=together, inner_steps=count,
+            ranges=(Range(start, start + count * together),), lr_scale=lr_scale(together, run.inner)[0],
+        )  # fmt: skip
+        tokens = count * together * run.model.sequence_length
+        plan = replace(
+            single, round=number, members=(member,), topology="gather", shares=(),
+            committed_tokens=committed, planned_tokens=tokens,
+        )  # fmt: skip
+        parts = tuple(_times(part, count) for part in played.parts)
+        yield Round(number, clock, clock + count * played.ends, parts, tokens, plan, played.exchange_seconds)
+        clock, number, committed = clock + count * played.ends, number + 1, committed + tokens
+
+
+def _times(part: Part, count: int) -> Part:
+    scaled = {name: getattr(part, name) * count for name in
+              ("steps", "tokens", "compute", "straggler_idle", "wan_idle", "codec", "sent_bytes")}  # fmt: skip
+    return replace(part, **scaled)
+
+
+class _Leader:
+    def __init__(self, method: Method, run: RunConfig, volume: Volume, world: World, budget_tokens: int) -> None:
+        self.method, self.run, self.volume, self.world, self.budget = method, run, volume, world, budget_tokens
+        self.names = world.setting.names
+        self.profiles = world.profiles()
+        self.reports: tuple[StepReport, ...] = ()
+        self.rates: Array | None = None
+        self.rtts: Array = world.setting.rtts
+        self.committed, self.position = 0, 0
+        self.previous: Plan | None = None
+        self.leader = self.names[0]
+
+    def lead(self) -> Iterator[Round]:
+        clock, number = 0.0, 1
+        while self.budget - self.committed >= max(1, self.run.planner.round_tokens // 2) or number == 1:
+            share = self.committed / self.budget
+            moment = self.world.at(number, share)
+            plan = self.plan(number)
+            played = _play(plan, self.volume, self.run, moment, number, clock, self.leader)
+            played = replace(played, changed=self.world.changed(share))
+            yield played
+            self.learn(played, moment)
+            clock, number = played.ends, number + 1
+
+    def plan(self, number: int) -> Plan:
+        left = self.budget - self.committed
+        # What is left is divided evenly: a last round of a few tokens would cost an exchange, and move the anchor by noise.
+        rounds_left = max(1, round(left / self.run.planner.round_tokens))
+        settings = self.run.planner.model_copy(update={"round_tokens": -(-left // rounds_left)})
+        if self.method.frozen and self.previous is not None and left >= self.previous.planned_tokens:
+            return self._again(self.previous, number)
+        # The leader's own votes and histories are the protocol's; here it is always the first site.
+        inputs = PlanInputs(
+            slot=Slot(b"", number, Term(1, self.leader), 1, b""),
+            sites=Sites(self.profiles, self._links(), self.reports),
+            work=WorkLeft(
+                self.volume,
+                self.run.model.sequence_length,
+                (Range(self.position, ENDLESS),),
+                self.committed,
+                left,
+            ),
+            previous=self.previous,
+        )
+        return plan_round(inputs, settings, self.run.inner)
+
+    def _again(self, plan: Plan, number: int) -> Plan:
+        members, start = [], self.position
+        for member in plan.members:
+            members.append(replace(member, ranges=(Range(start, start + member.sequences),)))
+            start += member.sequences
+        return replace(plan, round=number, members=tuple(members), committed_tokens=self.committed, may_close=False)
+
+    def _links(self) -> tuple[Link, ...]:
+        rates = np.zeros_like(self.rtts) if self.rates is None else self.rates
+        return tuple(
+            Link(a, b, float(self.rtts[i, j]), float(rates[i, j]))
+            for i, a in enumerate(self.names)
+            for j, b in enumerate(self.names)
+            if i != j
+        )
+
+    def learn(self, played: Round, moment: Moment) -> None:
+        self.previous = played.plan
+        self.committed += played.tokens
+        self.position = max(r.stop for member in played.plan.members for r in member.ranges)
+        self.reports = tuple(
+            StepReport(member.peer, member.batch, moment.step_seconds(self.names.index(member.site), member.batch))
+            for member, part in zip(played.plan.members, played.parts, strict=True)
+            if part.steps
+        )
+        if len(self.names) > 1:
+            self.rates = moment.rates if self.rates is None else self.rates + RATE_WEIGHT * (moment.rates - self.rates)
+            np.fill_diagonal(self.rates, 0.0)
+            self.rtts = self.rtts + RTT_WEIGHT * (moment.rtts - self.rtts)
+
+
+def _play(
+    plan: Plan, volume: Volume, run: RunConfig, moment: Moment, number: int, begins: float, leader: str
+) -> Round:
+    """What becomes of a plan. Each sends what it has as soon as it has it, also while others still train."""
+    names = moment.setting.names
+    sites = [names.index(member.site) for member in plan.members]
+    deadline = plan.train_seconds + plan.grace_seconds if plan.may_close else math.inf
+    done = [_trained(member, site, moment, deadline) for member, site in zip(plan.members, sites, strict=True)]
+    finish = np.array([seconds for _, _, seconds in done])
+    tokens = [sequences * run.model.sequence_length for _, sequences, _ in done]
+    encode = volume.parameters / ENCODE_PER_SECOND
+    have, sent, decode = _exchange(plan, volume, moment, sites, finish + encode)
+    # Held reports to the leader, the commit back to all.
+    at = sites[[member.site for member in plan.members].index(leader)] if leader in plan.peers else sites[0]
+    committed = max(have[k] + moment.rtts[site, at] / 2 for k, site in enumerate(sites)) + CONTROL_SECONDS
+    folded = np.array([committed + moment.rtts[at, site] / 2 for site in sites])
+    end, last = float(folded.max()), float(finish.max())
+    codec = encode + decode
+    parts = tuple(
+        Part(
+            member.site, steps, count, float(finish[k]), last - float(finish[k]), end - last - codec, codec, sent[k],
+            member.finish_seconds,
+        )
+        for k, (member, (steps, _, _), count) in enumerate(zip(plan.members, done, tokens, strict=True))
+    )  # fmt: skip
+    return Round(number, begins, begins + end, parts, sum(tokens), plan, end - last)
+
+
+def _trained(member: Assignment, site: int, moment: Moment, deadline: float) -> tuple[int, int, float]:
+    """(steps, sequences, seconds) that a member really does; closed at a step's end after `deadline`."""
+    step, last = moment.step_seconds(site, member.batch), moment.step_seconds(site, member.last_batch)
+    whole = member.inner_steps - 1
+    if whole * step + last <= deadline:
+        return member.inner_steps, member.sequences, whole * step + last
+    steps = min(whole, max(1, math.ceil(deadline / step)))
+    return steps, steps * member.batch, steps * step
+
+
+def _exchange(
+    plan: Plan, volume: Volume, moment: Moment, sites: list[int], ready: Array
+) -> tuple[Array, list[float], float]:
+    """(when each member has the whole update, bytes that each sent, codec seconds after the last byte)."""
+    size = len(sites)
+    if size == 1:
+        return ready, [0.0], volume.parameters / DECODE_PER_SECOND
+    if plan.topology == "gather":
+        decode = size * volume.parameters / DECODE_PER_SECOND
+        have = [
+            max(ready[i] + moment.transfer_seconds(a, b, volume.payload_bytes) for i, a in enumerate(sites))
+            for b in sites
+        ]
+        return np.array(have) + decode, [(size - 1) * float(volume.payload_bytes)] * size, decode
+    shares = [len(share) / volume.parameters for share in plan.shares]
+    # Averaging a share goes on while its bytes arrive; what is left after the last one is encoding and decoding it.
+    made = [
+        max(ready[i] + moment.transfer_seconds(a, b, share * volume.payload_bytes) for i, a in enumerate(sites))
+        if share else -math.inf
+        for b, share in zip(sites, shares, strict=True)
+    ]  # fmt: skip
+    decode = volume.parameters * (1 / ENCODE_PER_SECOND + 2 / DECODE_PER_SECOND)
+    have = [
+        max(
+            made[j] + moment.transfer_seconds(a, b, shares[j] * volume.answer_bytes)
+            for j, a in enumerate(sites) if shares[j]
+        )
+        for b in sites
+    ]  # fmt: skip
+    sent = [(1 - share) * volume.payload_bytes + (size - 1) * share * volume.answer_bytes for share in shares]
+    return np.array(have) + decode, sent, decode
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Shares of time, over sites and rounds; `fastest` of the site with the highest rate alone, `steady` from round 3 on."""
+
+    straggler: float
+    straggler_fastest: float
+    straggler_steady: float
+    wan: float
+    wan_steady: float
+    compute: float
+
+
+STEADY_FROM_ROUND = 3
+
+
+def idle_shares(played: Sequence[Stage], fastest: str) -> Idle:
+    def share(what: str, parts: list[Part]) -> float:
+        whole = sum(part.seconds for part in parts)
+        return sum(getattr(part, what) for part in parts) / whole if whole else 0.0
+
+    every = [part for one in played for part in one.parts]
+    steady = [part for one in played if one.number >= STEADY_FROM_ROUND for part in one.parts] or every
+    return Idle(
+        straggler=share("straggler_idle", every),
+        straggler_fastest=share("straggler_idle", [part for part in every if part.site == fastest]),
+        straggler_steady=share("straggler_idle", steady),
+        wan=share("wan_idle", every),
+        wan_steady=share("wan_idle", steady),
+        compute=share("compute", every),
+    )
+
+

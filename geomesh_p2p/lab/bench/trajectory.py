@@ -1,0 +1,253 @@
+"""The training that a timeline asks for, with real gradients: the product's own inner steps, codec and outer step.
+
+What a method trains depends on who does which steps on which data, not on how long they take. So a trajectory is kept under a
+hash of all that it depends on, round by round, and serves every setting that leads to the same work. One that was stopped goes
+on from where it was last saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from geomesh_p2p import train
+from geomesh_p2p.config import DeviceSection, RunConfig, SiteConfig, SiteSection
+from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core.canonical import Digest, digest, digest_bytes
+from geomesh_p2p.core.ports import FoldUpdate, TrainRound, Vector
+from geomesh_p2p.core.types import Contribution, Plan, Update
+from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.engine.evaluate import perplexity
+from geomesh_p2p.engine.inner import InnerLoop
+from geomesh_p2p.errors import DataError
+from geomesh_p2p.lab.bench.timeline import Round
+
+SAVE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """The anchor after `rounds` rounds and `tokens` tokens; `val_ppl` is None where it was not validated."""
+
+    rounds: int
+    tokens: int
+    val_ppl: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    key: str
+    points: tuple[Point, ...]
+    digest: str
+    folder: Path
+
+    def anchor(self) -> Vector:
+        found: Vector = safetensors.numpy.load_file(self.folder / "anchor.safetensors")["anchor"]
+        return found
+
+
+class _Alone:
+    """The other peers as far as the inner steps ask for them: closes a member after `steps` more steps."""
+
+    def __init__(self, loop: InnerLoop, steps: int) -> None:
+        self._loop, self._last = loop, loop.steps + steps
+
+    def should_close(self, plan: Plan) -> bool:
+        return self._loop.steps >= self._last
+
+
+class Workers:
+    """Every site's replica in one process. All of them fold every update: they must stay bit-identical."""
+
+    def __init__(self, run: RunConfig, sites: Sequence[str], cache: Path | None = None) -> None:
+        self.run = run
+        self.models: dict[str, train.LocalModel] = {}
+        self.engines: dict[str, TorchEngine] = {}
+        for name in sites:
+            config = SiteConfig(site=SiteSection(name=name), device=DeviceSection(name="cpu", threads=1))
+            engine = TorchEngine(run, config, cache=cache)
+            self.engines[name] = engine
+            state = outer.OuterState.founded(np.array(engine.weights()))
+            residual = np.zeros_like(state.anchor) if run.codec.residual else None
+            self.models[name] = train.LocalModel(name, name, engine, engine.layout, state, run.codec, run.outer, residual)
+        self.first = next(iter(self.models.values()))
+        self.base = digest("bench", next(iter(self.engines.values())).weights_digest)
+
+    @property
+    def fingerprint(self) -> Digest:
+        settings = next(iter(self.engines.values())).settings
+        return digest("trajectory", *sorted(f"{key}={value}" for key, value in settings.items()))
+
+    def validate(self) -> float:
+        return perplexity(*train.validate_anchor(self.first, 0, 1))
+
+    def round(self, played: Round) -> float:
+        """Train, encode, exchange, fold. Returns the mean training loss in nats."""
+        plan = played.plan
+        contributions: list[tuple[Contribution, Any]] = []
+        losses = []
+        for member in plan.members:
+            model = self.models[member.site]
+            model.round = plan.round - 1
+            work = TrainRound(plan, member, validate=False)
+            alone = _Alone(self.engines[member.site].loop, played.steps(member.site))
+            local = train.inner_round(alone, model, work)
+            if local.contribution.abstains or local.payload is None:
+                raise DataError(f"round {plan.round}: {member.site} has nothing to give: {local.contribution.reason}")
+            contributions.append((local.contribution, local.payload))
+            losses.append((local.result.loss, local.result.tokens))
+        update, body = self._exchange(plan, contributions)
+        own = {c.site: payload for c, payload in contributions}
+        for name, model in self.models.items():
+            train.fold(model, FoldUpdate(update, body, own.get(name)))
+        return sum(loss * tokens for loss, tokens in losses) / sum(tokens for _, tokens in losses)
+
+    def _exchange(self, plan: Plan, contributions: Sequence[tuple[Contribution, Any]]) -> tuple[Update, bytes]:
+        payloads, tokens = [payload for _, payload in contributions], [c.tokens for c, _ in contributions]
+        layout, settings = self.first.layout, self.run.codec
+        if plan.topology == "gather":
+            body = b"".join(bytes(payload) for payload in payloads)
+        else:
+            mean = codec.Mean(layout, settings, payloads, tokens)
+            parts = []
+            for share in plan.shares:
+                if len(share):
+                    values = mean.read(share.start, share.stop, np.empty(len(share), np.float32))
+                    part = codec.encode_part(layout, settings, values, share.start, share.stop, round=plan.round)
+                    if isinstance(part, codec.NotFinite):
+                        raise DataError(f"round {plan.round}: {part.tensor} of the mean is not finite")
+                    parts.append(bytes(part))
+            body = b"".join(parts)
+        update = Update(
+            plan.round, self.base, plan.topology, plan.shares, tuple(c for c, _ in contributions), plan.peers,
+            digest_bytes(np.frombuffer(body, np.uint8)), len(body),
+        )  # fmt: skip
+        return update, body
+
+    def digest(self) -> str:
+        """Of the state that all sites have. Raises DataError if they have not the same."""
+        found = {digest_bytes(model.state.anchor).hex() for model in self.models.values()}
+        if len(found) > 1:
+            raise DataError("replicas have parted")
+        return found.pop()
+
+    # ------------------------------------------------------------ on disk
+
+    def save(self, folder: Path) -> None:
+        for name, model in self.models.items():
+            model.engine.save_inner(str(folder / f"inner-{name}.safetensors"))
+            if model.residual is not None:
+                _write(folder / f"residual-{name}.safetensors", {"residual": model.residual})
+        _write(folder / "state.safetensors", {"anchor": self.first.state.anchor, "momentum": self.first.state.momentum})
+
+    def load(self, folder: Path) -> None:
+        state = safetensors.numpy.load_file(folder / "state.safetensors")
+        for name, model in self.models.items():
+            train.replace_state(model, state["anchor"], state["momentum"])
+            model.engine.load_inner(str(folder / f"inner-{name}.safetensors"))
+            if self.run.codec.residual:
+                model.residual = safetensors.numpy.load_file(folder / f"residual-{name}.safetensors")["residual"]
+
+
+def _write(path: Path, tensors: dict[str, Vector]) -> None:
+    aside = path.with_suffix(".new")
+    safetensors.numpy.save_file(tensors, aside)
+    os.replace(aside, path)
+
+
+def key_of(fingerprint: Digest, played: Iterable[Round], validate_tokens: int) -> str:
+    """A hash of everything that training depends on."""
+    key = digest("rounds", fingerprint, validate_tokens)
+    for one in played:
+        plan = one.plan
+        work = tuple((m.site, m.batch, m.inner_steps, m.last_batch, m.ranges, m.lr_scale) for m in plan.members)
+        done = tuple(one.steps(m.site) for m in plan.members)
+        key = digest("round", key, work, done, plan.topology, plan.shares, plan.committed_tokens, plan.planned_tokens)
+    return key.hex()[:32]
+
+
+def trained(
+    run: RunConfig,
+    sites: Sequence[str],
+    played: Sequence[Round],
+    store: Path,
+    validate_tokens: int,
+    tell: Callable[[Point], None] = lambda _point: None,
+) -> Trajectory:
+    """The trajectory of `played`, from `store` if it is there. Validated after rounds that are `validate_tokens` or more apart,
+    and after the last one."""
+    workers = Workers(run, sites)
+    key = key_of(workers.fingerprint, played, validate_tokens)
+    folder = store / key
+    if (folder / "done.json").is_file():
+        return read(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    points, begin = _resumed(workers, folder)
+    if not points:
+        points = [Point(0, 0, workers.validate(), None)]
+    saved, validated = time.monotonic(), max(p.tokens for p in points if p.val_ppl is not None)
+    tokens = points[-1].tokens
+    for one in played[begin:]:
+        loss = workers.round(one)
+        tokens += one.tokens
+        last = one is played[-1]
+        look = last or tokens - validated >= validate_tokens
+        points.append(Point(one.number, tokens, workers.validate() if look else None, loss))
+        validated = tokens if look else validated
+        tell(points[-1])
+        if not last and time.monotonic() - saved > SAVE_SECONDS:
+            _save(workers, folder, points)
+            saved = time.monotonic()
+    return keep(folder, workers.first.state.anchor, workers.digest(), points)
+
+
+def keep(folder: Path, anchor: Vector, digest: str, points: Sequence[Point]) -> Trajectory:
+    """A trajectory that is done: from now on it is read, not trained. What it would have gone on from is deleted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "anchor.safetensors", {"anchor": anchor})
+    _replace(folder / "done.json", {"digest": digest, "points": [asdict(point) for point in points]})
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in ("anchor.safetensors", "done.json"):
+            path.unlink()
+    return read(folder)
+
+
+def read(folder: Path) -> Trajectory:
+    found = json.loads((folder / "done.json").read_text())
+    return Trajectory(folder.name, tuple(Point(**point) for point in found["points"]), found["digest"], folder)
+
+
+def _save(workers: Workers, folder: Path, points: Sequence[Point]) -> None:
+    """Whole or not at all: the files of a save are in a folder of their own, which `points.json` names."""
+    target = folder / f"round-{points[-1].rounds}"
+    target.mkdir(exist_ok=True)
+    workers.save(target)
+    _replace(folder / "points.json", {"saved": target.name, "points": [asdict(point) for point in points]})
+
+
+def _resumed(workers: Workers, folder: Path) -> tuple[list[Point], int]:
+    try:
+        found = json.loads((folder / "points.json").read_text())
+    except FileNotFoundError:
+        return [], 0
+    workers.load(folder / found["saved"])
+    points = [Point(**point) for point in found["points"]]
+    return points, points[-1].rounds
+
+
+def _replace(path: Path, value: Any) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(value))
+    os.replace(aside, path)
