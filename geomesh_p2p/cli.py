@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 KEY_FLAG = re.compile(r"--([a-z0-9_]+\.[a-z0-9_.]+)(?:=(.*))?", re.DOTALL)
 Verb = Callable[[argparse.Namespace], int]
+CHOICE_ITEMS = 2000
 BOOLEANS = ("true", "false", "yes", "no", "1", "0")
 
 
@@ -209,9 +210,18 @@ def _profile(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.artifacts import evaluate
 
-    found = evaluate(args.folder, args.device)
-    text = "round {round}: perplexity {perplexity:.3f} on {tokens:,} tokens, digest {digest}".format(**found)
-    print(json.dumps(found) if args.json else text)
+    if args.lm_eval_task is not None and not args.choice:
+        raise ConfigError("--lm-eval-task: writes the items of --choice: give --choice as well")
+    found = evaluate(args.folder, args.device, args.choice, args.lm_eval_task)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print("round {round}: perplexity {perplexity:.3f} on {tokens:,} tokens, digest {digest}".format(**found))
+    text = "{accuracy:.1%} +- {stderr:.1%} of {items:,} items"
+    if choice := found.get("choice"):
+        print(f"continuation choice: {text.format(**choice)} (25% by chance)")
+        if written := choice.get("task"):
+            print(f"{written['folder']}: a task for lm-evaluation-harness; expect {text.format(**written)}")
     return 0
 
 
@@ -379,6 +389,10 @@ def _parser() -> _Parser:
     evaluation.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a peer's folder")
     evaluation.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     evaluation.add_argument("--json", action="store_true")
+    about_choice = f"continuation choice over N items of held-out text as well (without N: {CHOICE_ITEMS:,}); docs/quality.md"
+    evaluation.add_argument("--choice", type=_count, nargs="?", const=CHOICE_ITEMS, default=0, metavar="N", help=about_choice)
+    about_task = "write the items there as a task for lm-evaluation-harness"
+    evaluation.add_argument("--lm-eval-task", type=Path, metavar="FOLDER", help=about_task)
 
     export = add("export", _export, "Write a run's model as a Hugging Face folder.", keys=False)
     export.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a peer's folder")
@@ -422,6 +436,12 @@ def _add_call(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("address", metavar="ADDR", help="any peer of the run, as it prints it; or @FILE with its address")
     verb.add_argument("--join-secret-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
     verb.add_argument("--identity", type=Path, metavar="FILE", help="a key of your own, made if missing, that net.allow lists")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
 
 
 def _add_sites(verb: argparse.ArgumentParser) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from geomesh_p2p.config import DeviceSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core.canonical import Digest
+from geomesh_p2p.core.choice import Items, Outcome
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.engine.checkpoint import Snapshots
+from geomesh_p2p.engine.choice import held_out_items, score
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity, token_losses
 from geomesh_p2p.engine.model import FlatModel, build
@@ -21,6 +23,10 @@ from geomesh_p2p.engine.onlooking import newest_state
 from geomesh_p2p.engine.profiles import write_profile
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import ConfigError, DataError
+from geomesh_p2p.lab.choice_task import write_task
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""How the byte that ends documents is written in an exported tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +62,44 @@ def _furthest(folder: Path) -> Path:
     return max(saved, key=lambda site: saved[site])
 
 
-def evaluate(folder: Path, device: str = "cpu") -> dict[str, Any]:
-    """Validation perplexity of the anchor, over the whole validation set."""
+def evaluate(folder: Path, device: str = "cpu", choice: int = 0, task: Path | None = None) -> dict[str, Any]:
+    """Validation perplexity of the anchor, over the whole validation set; and with `choice`, continuation choice over so many
+    items of the held-out text, which with `task` are written there for lm-evaluation-harness too.
+
+    Raises ConfigError: more items than the text gives, or a `task` that is not empty.
+    """
     anchor = load_anchor(folder, device)
     site = SiteConfig(site=SiteSection(name="eval"), device=DeviceSection(name=device))
     engine = TorchEngine(anchor.run, site)
     engine.set_weights(anchor.model.weights())
+    items = _items(engine, anchor.run, choice, task)
     nats, tokens = token_losses(engine.model, engine.corpus.validation(0, 1))
-    return {
+    found: dict[str, Any] = {
         "folder": str(anchor.folder),
         "round": anchor.round,
         "digest": anchor.digest.hex(),
         "perplexity": perplexity(nats, tokens),
         "tokens": tokens,
     }
+    if items is not None:
+        outcome = score(engine.model, items)
+        found["choice"] = _figures(outcome) | {"seed": anchor.run.run.seed, "digest": outcome.items, "right": outcome.bits}
+        if task is not None:
+            kept = write_task(task, items, hugging_face_tokenizer(anchor.run.dataset.tokenizer))
+            found["choice"]["task"] = {"folder": str(task)} | _figures(Outcome(items.chosen(kept).digest, outcome.right[kept]))
+    return found
+
+
+def _items(engine: TorchEngine, run: RunConfig, choice: int, task: Path | None) -> Items | None:
+    if task is not None and task.exists() and any(task.iterdir()):
+        raise ConfigError(f"--lm-eval-task {task}: not empty: name a new folder")
+    if not choice:
+        return None
+    return held_out_items(engine.corpus, load_tokenizer(run.dataset.tokenizer).end_of_document, choice, run.run.seed)
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {"items": len(outcome.right), "accuracy": outcome.accuracy, "stderr": outcome.stderr}
 
 
 def export(folder: Path, out: Path) -> dict[str, Any]:
@@ -80,7 +110,7 @@ def export(folder: Path, out: Path) -> dict[str, Any]:
     module: Any = anchor.model.module
     with _bars_on_a_terminal():
         module.save_pretrained(out)
-        _hugging_face_tokenizer(anchor.run.dataset.tokenizer).save_pretrained(out)
+        hugging_face_tokenizer(anchor.run.dataset.tokenizer).save_pretrained(out)
     parameters = anchor.model.layout.parameters
     return {"folder": str(out), "round": anchor.round, "digest": anchor.digest.hex(), "parameters": parameters}
 
@@ -100,7 +130,8 @@ def _bars_on_a_terminal() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _hugging_face_tokenizer(name: str) -> Any:
+def hugging_face_tokenizer(name: str) -> Any:
+    """The tokenizer of an exported folder: `dataset.tokenizer` as transformers knows it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if name != "bytes":
@@ -108,11 +139,12 @@ def _hugging_face_tokenizer(name: str) -> Any:
         return PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else AutoTokenizer.from_pretrained(name)
     import tokenizers
 
-    letters = _letters_of_bytes()
+    # The end's letter would be ÿ, and the text "ÿ" then the end of a document.
+    letters = [*_letters_of_bytes()[:END_OF_DOCUMENT_BYTE], END_OF_DOCUMENT]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=letters[END_OF_DOCUMENT_BYTE])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END_OF_DOCUMENT)
 
 
 def _letters_of_bytes() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -18,13 +19,16 @@ from geomesh_p2p import cli
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import codec
 from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.choice import outcome_of_bits
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.outer import OuterState, apply_update
 from geomesh_p2p.core.types import Contribution, Range, Rollback, Update
 from geomesh_p2p.engine.checkpoint import DiskStore, Snapshot, Snapshots
+from geomesh_p2p.engine.choice import held_out_items, score
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.onlooking import newest_state
 from geomesh_p2p.engine.profiles import read_profile
+from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import ConfigError, DataError, TemporaryError
 from geomesh_p2p.lab.artifacts import evaluate, export, load_anchor, profile
 
@@ -34,7 +38,8 @@ SITE = SiteConfig.model_validate({"site": {"name": "north"}, "device": {"name": 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     text = tmp_path_factory.mktemp("data") / "corpus.jsonl"
-    text.write_text("".join(json.dumps({"text": f"document {n} says {n * n}"}) + "\n" for n in range(300)))
+    said = (f"document {n} says {n**7}, naïve {n**5} of {n**9}" for n in range(300))
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in said))
     return RunConfig.model_validate(
         {
             "run": {"id": "demo"},
@@ -99,8 +104,8 @@ def test_evaluation_is_that_of_the_anchor(peer: tuple[Path, np.ndarray], run: Ru
     assert found["round"] == 3
 
 
-def test_the_export_is_a_hugging_face_folder_that_gives_the_same_losses(
-    peer: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_export_is_a_hugging_face_folder_that_gives_the_same_logits(
+    peer: tuple[Path, np.ndarray], run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = peer
     out = tmp_path / "exported"
@@ -112,13 +117,60 @@ def test_the_export_is_a_hugging_face_folder_that_gives_the_same_losses(
     ours = load_anchor(folder).model
     ids = torch.arange(32).view(2, 16)
     with torch.inference_mode():
-        assert torch.allclose(model(ids).logits, ours.logits(ids), atol=1e-5)
+        theirs, expected = model(ids).logits, ours.logits(ids)
+    assert theirs.dtype == torch.float32
+    assert float(expected.std()) > 1e-2, "logits too small to tell apart"
+    assert float((theirs - expected).abs().max()) <= 1e-5
+    other = TorchEngine(run, SITE).model                          # with the weights before the first round
+    with torch.inference_mode():
+        assert float((other.logits(ids) - expected).abs().max()) > 1e-4, "any weights would do"
     tokenizer = AutoTokenizer.from_pretrained(out)
-    text = "naïve 🦀\n\tcode"
+    text = "naïve 🦀 ÿ\n\tcode , it 's  spaced . "
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.eos_token_id == END_OF_DOCUMENT_BYTE
+    assert tokenizer.decode([65, END_OF_DOCUMENT_BYTE, 66], skip_special_tokens=True) == "AB"
+    again = load_tokenizer(str(out))
+    assert again.encode(text).tolist() == list(text.encode())
+    assert again.end_of_document == END_OF_DOCUMENT_BYTE
     with pytest.raises(ConfigError, match="not empty"):
         export(folder, out)
+
+
+def test_continuation_choice_is_told_where_it_is_asked_for(
+    peer: tuple[Path, np.ndarray], run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, anchor = peer
+    assert cli.main(["eval", str(folder)]) == 0
+    plain = capsys.readouterr().out
+    assert cli.main(["eval", str(folder), "--choice", "8"]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == plain.strip()
+    assert re.fullmatch(r"continuation choice: \d+\.\d% \+- \d+\.\d% of 8 items \(25% by chance\)", second)
+    assert not rest
+
+    assert cli.main(["eval", str(folder), "--json"]) == 0
+    assert "choice" not in json.loads(capsys.readouterr().out)
+    assert cli.main(["eval", str(folder), "--choice", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["choice"]
+    engine = TorchEngine(run, SITE)
+    engine.set_weights(anchor)
+    items = held_out_items(engine.corpus, END_OF_DOCUMENT_BYTE, 8, run.run.seed)
+    expected = score(engine.model, items)
+    assert outcome_of_bits(found["digest"], found["right"], found["items"]).right.tolist() == expected.right.tolist()
+    assert (found["accuracy"], found["stderr"], found["digest"]) == (expected.accuracy, expected.stderr, items.digest)
+
+
+def test_what_continuation_choice_cannot_do_is_said(
+    peer: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = peer
+    assert cli.main(["eval", str(folder), "--choice"]) == 2
+    assert "2,000 items, but the held-out text gives" in capsys.readouterr().err
+    assert cli.main(["eval", str(folder), "--lm-eval-task", str(tmp_path)]) == 2
+    assert "give --choice as well" in capsys.readouterr().err
+    assert cli.main(["eval", str(folder), "--choice", "8", "--lm-eval-task", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
 
 
 def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
