@@ -233,6 +233,16 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.bench.command import Request, bench, table
+
+    names = ("setting", "methods", "seeds", "tokens", "vary", "out", "processes")
+    asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    report = bench(_resolve(args).config, Request(**asked))
+    print(table(report))
+    return 0
+
+
 def _history_verify(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.verify import main as verify
 
@@ -380,6 +390,16 @@ def _parser() -> _Parser:
     plan = add("plan", _plan, "Print what each site would be assigned, and why; trains nothing.")
     _add_sites(plan)
     plan.add_argument("--json", action="store_true")
+
+    benchmark = add("bench", _bench, "Train with GeoMesh and with the methods it is measured against, and compare.")
+    benchmark.add_argument("--setting", metavar="NAME", help="one that ships, or a .toml file")
+    benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME", help="default: diloco and what is added")
+    benchmark.add_argument("--seeds", nargs="+", type=int, action="extend", metavar="N", help="default: 1")
+    benchmark.add_argument("--tokens", type=int, metavar="N", help="of each training")
+    about_vary = "section.key=value,value,...: each method with each of them"
+    benchmark.add_argument("--vary", nargs="+", action="extend", metavar="KEY=VALUES", help=about_vary)
+    benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")
+    benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
 
     profile = add("profile", _profile, "Measure this device on the run's model; writes a profile for a site file.")
     profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

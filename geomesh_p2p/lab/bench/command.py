@@ -1,0 +1,121 @@
+"""`geomesh bench`: from run file and setting to a table on stdout and FOLDER/report.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.methods import TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.results import Outcome, summary
+from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
+from geomesh_p2p.lab.bench.settings import load_setting
+
+TUNED = "diloco-tuned-H"
+DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for on the command line."""
+
+    setting: str = "paper"
+    methods: Sequence[str] = DEFAULT_METHODS
+    seeds: Sequence[int] = (1,)
+    tokens: int = 5_000_000
+    vary: Sequence[str] = ()
+    out: Path = Path("runs/bench")
+    processes: int = 0
+    """0: as many as there are cores."""
+
+
+def bench(base: RunConfig, request: Request) -> dict[str, Any]:
+    """Runs what is missing, writes report.json and returns it. Raises ConfigError."""
+    setting = load_setting(request.setting)
+    names = [part for name in request.methods for part in (TUNED_LENGTHS if name == TUNED else (name,))]
+    methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary)
+    reference = setting.reference_round_sequences * base.model.sequence_length
+    if request.tokens < reference:
+        raise ConfigError(f"--tokens {request.tokens}: less than one round of the setting, {reference} tokens")
+    if not request.seeds:
+        raise ConfigError("--seeds is empty: give at least one number")
+    queue = jobs(base, setting, methods, request.seeds, request.tokens)
+    outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
+    target = base.run.target_ppl or _reached_by_all(outcomes)
+    about = {
+        "run": base.run.id,
+        "parameters": queue[0].volume().parameters,
+        "budget_tokens": request.tokens,
+        "reference_round_tokens": reference,
+        "rate_scale": queue[0].world.rate_scale,
+        "stands_for_parameters": queue[0].volume().parameters / queue[0].world.rate_scale,
+    }
+    report = summary(setting, request.seeds, target, outcomes, about)
+    if set(TUNED_LENGTHS) <= set(report["methods"]):
+        report["methods"][TUNED] = _best(report["methods"])
+    request.out.mkdir(parents=True, exist_ok=True)
+    aside = request.out / "report.json.new"
+    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, request.out / "report.json")
+    to_stderr(f"report in {request.out / 'report.json'}")
+    return report
+
+
+def _reached_by_all(outcomes: Sequence[Outcome]) -> float:
+    """Without run.target_ppl: the best perplexity that every method reaches with every seed."""
+    return max(min(one.curve.val_ppl) for one in outcomes)
+
+
+def _best(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the lengths tried the one that is soonest at the target."""
+    def seconds(name: str) -> float:
+        found = methods[name]["time_to_target_seconds"]
+        return float("inf") if found is None else float(found)
+
+    best = min(TUNED_LENGTHS, key=seconds)
+    return {**methods[best], "is": best}
+
+
+# ---------------------------------------------------------------- the table
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("time_to_target_seconds", "to target s", "{:.1f}"),
+    ("", "against diloco", "{:.1%}"),
+    ("wall_seconds", "all s", "{:.1f}"),
+    ("final_ppl", "final ppl", "{:.3f}"),
+    ("rounds_committed", "rounds", "{:.0f}"),
+    ("straggler_idle_share_fastest", "straggler, fastest", "{:.2%}"),
+    ("straggler_idle_share", "straggler, all", "{:.2%}"),
+    ("wan_idle_share", "WAN", "{:.2%}"),
+    ("bytes_payload", "MB sent", "{:.1f}"),
+)
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """All methods side by side: medians over seeds."""
+    reference = report["methods"].get("diloco", {}).get("time_to_target_seconds")
+    rows = [("method", *(head for _, head, _ in COLUMNS))]
+    for name, figures in report["methods"].items():
+        cells = [name]
+        for key, _, form in COLUMNS:
+            value = figures.get(key or "time_to_target_seconds")
+            if not key:
+                value = None if value is None or not reference else value / reference - 1
+            if key == "bytes_payload" and value is not None:
+                value /= 1e6
+            cells.append("-" if value is None else form.format(value))
+        rows.append(tuple(cells))
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    pads = [str.ljust, *[str.rjust] * len(COLUMNS)]
+    lines = ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
+    seeds = ", ".join(str(seed) for seed in report["seeds"])
+    head = (
+        f"setting {report['setting']}, {report['parameters']:,} parameters, {report['budget_tokens']:,} tokens, seeds {seeds}; "
+        f"target perplexity {report['target_ppl']:.3f}; virtual time"
+    )
+    return "\n".join([head, "", *lines])
