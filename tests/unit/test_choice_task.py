@@ -102,18 +102,20 @@ def test_text_scored_as_the_harness_does_it_gives_our_answers(
 
 
 def test_items_that_another_tokenizer_would_cut_elsewhere_are_left_out(tmp_path: Path) -> None:
-    """A tokenizer that knows "ab" reads it as one token, however often the items have two."""
+    """A tokenizer that knows "ab" and "c " reads each as one token, and the harness moves the space at a passage's end."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "c": 3}, [("a", "b")])
-    fast = tokenizers.Tokenizer(bpe)
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "c": 3, " ": 4, "c ": 5}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b"), ("c", " ")]))
     fast.decoder = tokenizers.decoders.Fuse()
+    fine = [[2, 3], [3, 3], [0, 0], [1, 1]]
     items = Items(
-        np.array([[2, 3], [3, 0], [3, 3]]),
-        np.array([[[2, 3], [3, 3], [0, 0], [1, 1]], [[1, 3], [3, 3], [0, 0], [2, 0]], [[0, 1], [3, 3], [0, 0], [2, 0]]]),
-        np.array([0, 1, 2]),
+        #         abc     ca|b    a|b in one  c |, cut before the space  nothing but space
+        np.array([[2, 3], [3, 0], [3, 3], [0, 5], [4, 4]]),
+        np.array([fine, [[1, 3], *fine[1:]], [*fine[:3], [0, 1]], fine, fine]),
+        np.array([0, 1, 2, 3, 0]),
     )
     kept = write_task(tmp_path, items, PreTrainedTokenizerFast(tokenizer_object=fast))
-    assert kept.tolist() == [True, False, False]
+    assert kept.tolist() == [True, False, False, False, False]
     assert lines(tmp_path) == [{"item": 0, "passage": "abc", "continuations": ["abc", "cc", "aa", "bb"], "answer": 0}]
