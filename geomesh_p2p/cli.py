@@ -186,6 +186,13 @@ def _peer(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    _check_plan(args)
+    if args.what_if is not None:
+        from geomesh_p2p.lab.bench.whatif import Question, answer
+
+        question = Question(args.what_if, args.tokens, args.parameters, args.egress_usd_per_gb)
+        print(answer(_resolve(args).config, question, as_json=args.json))
+        return 0
     from geomesh_p2p.lab.whatif import what_if
     from geomesh_p2p.loading import check_sites, load_sites
 
@@ -194,6 +201,15 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"geomesh: {warning}", file=sys.stderr)
     print(what_if(config, sites, as_json=args.json))
     return 0
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    if (args.what_if is None) == (args.sites is None):
+        raise ConfigError("plan: give either --sites (site files) or --what-if (a setting): whose devices and links are they?")
+    extras = {"tokens": args.tokens, "parameters": args.parameters, "egress-usd-per-gb": args.egress_usd_per_gb}
+    for flag, value in extras.items():
+        if value is not None and args.what_if is None:
+            raise ConfigError(f"--{flag} {value:g}: goes with --what-if SETTING only")
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -388,7 +404,15 @@ def _parser() -> _Parser:
     _add_log_format(peer)
 
     plan = add("plan", _plan, "Print what each site would be assigned, and why; trains nothing.")
-    _add_sites(plan)
+    _add_sites(plan, required=False)
+    about_setting = "instead of --sites: the sites and links of a setting that ships (paper, azure8, ...) or of a .toml file"
+    plan.add_argument("--what-if", metavar="SETTING", help=about_setting)
+    about_tokens = "with --what-if: how long so many tokens take (default: inner.total_tokens; with --parameters 20 each)"
+    plan.add_argument("--tokens", type=_count, metavar="N", help=about_tokens)
+    about_parameters = "with --what-if: a model of this size, under the setting's rates as written"
+    plan.add_argument("--parameters", type=_count, metavar="P", help=about_parameters)
+    about_price = "with --what-if: price of what leaves a site's region"
+    plan.add_argument("--egress-usd-per-gb", type=_price, metavar="X", help=about_price)
     plan.add_argument("--json", action="store_true")
 
     benchmark = add("bench", _bench, "Train with GeoMesh and with the methods it is measured against, and compare.")
@@ -464,9 +488,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _add_sites(verb: argparse.ArgumentParser) -> None:
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}: give US dollars for 1e9 bytes, 0 or more")
+    return value
+
+
+def _add_sites(verb: argparse.ArgumentParser, required: bool = True) -> None:
     help = "site files, or a folder of them"
-    verb.add_argument("--sites", nargs="+", action="extend", required=True, metavar="PATH", help=help)
+    verb.add_argument("--sites", nargs="+", action="extend", required=required, metavar="PATH", help=help)
 
 
 def _add_log_format(verb: argparse.ArgumentParser) -> None:

@@ -187,6 +187,50 @@ def commit_seconds(links: LinkTable, leader: int | None) -> float:
     return CONTROL_SECONDS + float(trips.max())
 
 
+def codec_seconds(volume: Volume, topology: Topology, size: int) -> tuple[float, float]:
+    """(before the first byte is sent, after the last one has arrived), of one of `size` members."""
+    encode, decode = volume.parameters / ENCODE_PER_SECOND, volume.parameters / DECODE_PER_SECOND
+    # Averaging a share goes on while its bytes arrive; what is left after the last one is encoding and decoding it.
+    return encode, size * decode if topology == "gather" else encode + 2 * decode
+
+
+def folded_seconds(
+    links: LinkTable,
+    volume: Volume,
+    topology: Topology,
+    shares: Sequence[Range],
+    finish: Array,
+    leader: int | None,
+) -> Array:
+    """When each member has folded the committed update, if they end their training at `finish`.
+
+    Each sends what it has as soon as it has it, also while others still train. `gather_seconds` and `reduce_seconds`, by which
+    a plan is chosen, are what this comes to if all finish together and nobody answers before all has arrived."""
+    encode, decode = codec_seconds(volume, topology, len(links))
+    have = finish + encode
+    if len(links) > 1 and topology == "gather":
+        have = _arrived(have, links, float(volume.payload_bytes), (len(links) - 1.0) * volume.payload_bytes)
+    elif len(links) > 1:
+        part = np.array([len(share) for share in shares], dtype=np.float64) / volume.parameters
+        made = _arrived(have, links, part * volume.payload_bytes, (1 - part) * volume.payload_bytes)
+        answers = part * volume.answer_bytes
+        made = np.where(part > 0, made, -np.inf)
+        have = _arrived(made, links, answers[:, None], (len(links) - 1) * answers)
+    have = have + decode
+    inward, outward = (links.rtts.max(), links.rtts.max()) if leader is None else (links.rtts[:, leader], links.rtts[leader])
+    committed = float((have + inward / 2).max()) + CONTROL_SECONDS
+    folded: Array = np.broadcast_to(committed + outward / 2, have.shape)
+    return folded
+
+
+def _arrived(sent: Array, links: LinkTable, sizes: Array | float, whole: Array | float) -> Array:
+    """When the last of `sizes` bytes [source, target] has arrived at each target, sent from `sent` on; a source's `whole` bytes
+    to all together go through its uplink."""
+    uplinks = np.broadcast_to(whole / links.uplinks, len(links))[:, None] * ~np.eye(len(links), dtype=np.bool_)
+    arrived: Array = (sent[:, None] + np.maximum(sizes / links.rates, uplinks) + links.rtts / 2).max(axis=0)
+    return arrived
+
+
 def best_fractions(links: LinkTable, volume: Volume) -> Array:
     """Shares s (sum 1) that minimise t1 + t2: t1 >= s_j payload/rate_ij + rtt_ij/2 and t2 >= s_j answer/rate_ji + rtt_ji/2
     for all i != j; of n peers, one with a limited uplink u_i adds t1 >= (1 - s_i) payload/u_i + rtt_i/2 and

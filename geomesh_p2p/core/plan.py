@@ -48,11 +48,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sites:
-    """The peers to plan for, one profile each; their links and the steps of their last round as far as known. The members
-    of the plan contain a quorum of `view` if `profiles` do, and are at least `min_members`."""
+    """The peers to plan for, one profile each; their links and the steps of their last round as far as known (a table of links
+    holds all of them, in the order of the sites' names). The members of the plan contain a quorum of `view` if `profiles` do,
+    and are at least `min_members`."""
 
     profiles: tuple[Profile, ...]
-    links: tuple[Link, ...] = ()
+    links: tuple[Link, ...] | LinkTable = ()
     reports: tuple[StepReport, ...] = ()
     view: tuple[PeerId, ...] = ()
     min_members: int = 1
@@ -120,7 +121,8 @@ class _Ground:
         reports = {report.peer: report for report in sorted(inputs.sites.reports, key=lambda r: (r.peer, r.batch, r.seconds))}
         self.times = tuple(step_times(profile, reports.get(profile.peer)) for profile in profiles)
         self.peers = tuple(profile.peer for profile in profiles)
-        self.links = LinkTable.of(self.peers, inputs.sites.links)
+        known = inputs.sites.links
+        self.links = known if isinstance(known, LinkTable) else LinkTable.of(self.peers, known)
         self._needs_quorum = is_quorum(self.peers, inputs.sites.view)
         self._exchanges: dict[Members, Exchange] = {}
 

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from geomesh_p2p.config import LinkSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core import codec
 from geomesh_p2p.core.emulation import emulated_seconds
-from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, Volume
+from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, LinkTable, Volume, folded_seconds
 from geomesh_p2p.core.layout import Layout, Tensor, layout_of
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round
 from geomesh_p2p.core.reasons import explain
@@ -30,8 +33,10 @@ ENDLESS = Range(0, 2**62)
 def what_if(run: RunConfig, sites: Sequence[SiteFile], as_json: bool = False) -> str:
     """The plan of the first round as text or JSON. Raises ConfigError or DataError if a site's speed is not known."""
     layout = layout_from_files(run)
-    plan = plan_from_files(run, [site.config for site in sites], layout)
-    figures = forecast(plan, run, volume_of(layout, run))
+    volume, configs = volume_of(layout, run), [site.config for site in sites]
+    plan = plan_from_files(run, configs, layout)
+    links = LinkTable.of(plan.peers, links_from_files(run, configs))
+    figures = forecast(plan, run, volume, exchange_seconds(plan, volume, links))
     figures["devices"] = {site.name: _device(site.config) for site in sites if site.config.site.trains}
     figures["observers"] = [site.name for site in sites if not site.config.site.trains]
     figures["upload_mbps"] = upload_mbps(run, [site.config for site in sites])
@@ -99,15 +104,21 @@ def plan_from_files(run: RunConfig, sites: Sequence[SiteConfig], layout: Layout)
         slot=Slot(b"", 1, NO_TERM, 1, b""),
         sites=Sites(
             profiles=tuple(_profile(site, run, layout) for site in trainers),
-            links=(
-                *(_link(a, b) for a in trainers for b in trainers if a is not b),
-                *(Link.uplink(name, mbps * 1e6 / 8) for name, mbps in upload_mbps(run, trainers).items()),
-            ),
+            links=links_from_files(run, trainers),
             min_members=run.run.min_peers,
         ),
         work=WorkLeft(volume_of(layout, run), run.model.sequence_length, (ENDLESS,)),
     )
     return plan_round(inputs, run.planner, run.inner)
+
+
+def links_from_files(run: RunConfig, sites: Sequence[SiteConfig]) -> tuple[Link, ...]:
+    """The ways between all trainers, and the uplinks of those that have a limit."""
+    trainers = [site for site in sites if site.site.trains]
+    return (
+        *(_link(a, b) for a in trainers for b in trainers if a is not b),
+        *(Link.uplink(name, mbps * 1e6 / 8) for name, mbps in upload_mbps(run, trainers).items()),
+    )
 
 
 def _device(site: SiteConfig) -> str:
@@ -163,10 +174,20 @@ def _notes(sites: Sequence[SiteConfig]) -> list[str]:
 # ---------------------------------------------------------------- from a plan to figures and text
 
 
-def forecast(plan: Plan, run: RunConfig, volume: Volume) -> dict[str, Any]:
-    """Every predicted figure of a round: times, idle shares, bytes sent per site, egress a day. Keys carry their units."""
-    round_seconds = plan.train_seconds + plan.exchange_seconds
-    sent = _bytes_sent(plan, volume)
+def exchange_seconds(plan: Plan, volume: Volume, links: LinkTable) -> float:
+    """From the last finish until all have folded the commit, over the links of the plan's members in their order. Shorter than
+    the plan's own figure if some finish early, and so send while the others train."""
+    finish = np.array([a.finish_seconds for a in plan.members])
+    leader = plan.peers.index(plan.term.candidate) if plan.term.candidate in plan.peers else None
+    folded = folded_seconds(links, volume, plan.topology, plan.shares, finish, leader)
+    return float(folded.max()) - plan.train_seconds
+
+
+def forecast(plan: Plan, run: RunConfig, volume: Volume, exchange: float) -> dict[str, Any]:
+    """Every predicted figure of a round: times, idle shares, bytes sent per site, egress a day. Keys carry their units.
+    `exchange` is in seconds, from the last finish on."""
+    round_seconds = plan.train_seconds + exchange
+    sent = [round(count) for count in sent_bytes(plan, volume).sum(axis=1)]
     rounds_a_day = DAY_SECONDS / round_seconds
     members = [
         {
@@ -193,13 +214,13 @@ def forecast(plan: Plan, run: RunConfig, volume: Volume) -> dict[str, Any]:
         "topology": plan.topology,
         "planned_tokens": plan.planned_tokens,
         "train_seconds": plan.train_seconds,
-        "exchange_seconds": plan.exchange_seconds,
+        "exchange_seconds": exchange,
         "round_seconds": round_seconds,
         "rounds": run.run.rounds,
         "run_seconds": run.run.rounds * round_seconds,
         "tokens_per_second": plan.planned_tokens / round_seconds,
         "straggler_idle_share": idle / round_seconds,
-        "wan_idle_share": plan.exchange_seconds / round_seconds,
+        "wan_idle_share": exchange / round_seconds,
         "payload_bytes": volume.payload_bytes,
         "bytes_per_round": sum(sent),
         "egress_bytes_per_day": sum(sent) * rounds_a_day,
@@ -215,12 +236,16 @@ def _pair(share: Range) -> tuple[int, int]:
     return share.start, share.stop
 
 
-def _bytes_sent(plan: Plan, volume: Volume) -> list[int]:
-    others = len(plan.members) - 1
+def sent_bytes(plan: Plan, volume: Volume) -> npt.NDArray[np.float64]:
+    """[from, to], of the plan's members in their order."""
+    size = len(plan.members)
     if plan.topology == "gather":
-        return [others * volume.payload_bytes] * len(plan.members)
-    parts = [len(share) / volume.parameters for share in plan.shares]
-    return [round((1 - part) * volume.payload_bytes + others * part * volume.answer_bytes) for part in parts]
+        sent = np.full((size, size), float(volume.payload_bytes))
+    else:
+        parts = np.array([len(share) / volume.parameters for share in plan.shares])
+        sent = parts[None, :] * volume.payload_bytes + parts[:, None] * volume.answer_bytes
+    np.fill_diagonal(sent, 0.0)
+    return sent
 
 
 def render(plan: Plan, figures: dict[str, Any]) -> str:
@@ -238,22 +263,23 @@ def render(plan: Plan, figures: dict[str, Any]) -> str:
             f"{m['lr_scale']:.2f}",
             f"{m['finish_seconds']:.3f}",
             f"{m['straggler_idle_share']:.2%}",
-            _size(m["bytes_sent"]),
-            _size(m["egress_bytes_per_day"]),
+            size_text(m["bytes_sent"]),
+            size_text(m["egress_bytes_per_day"]),
         )
         for m in figures["members"]
     ]
     times = f"{figures['train_seconds']:.3f} s training + {figures['exchange_seconds']:.3f} s {figures['topology']} and commit"
-    whole_run = f"{figures['rounds']} rounds in about {_duration(figures['run_seconds'])}"
+    whole_run = f"{figures['rounds']} rounds in about {duration(figures['run_seconds'])}"
+    sent_a_day = size_text(figures["egress_bytes_per_day"])
     lines = [
         f"run {figures['run']}: {figures['parameters']:,} parameters, planner.mode {figures['mode']}; the first round would be",
         "",
-        *_table(head, rows),
+        *table(head, rows),
         "",
         f"round      {figures['round_seconds']:.3f} s = {times}",
         f"tokens     {figures['planned_tokens']:,} a round, {figures['tokens_per_second']:,.0f} a second",
         f"idle       straggler {figures['straggler_idle_share']:.2%}, WAN {figures['wan_idle_share']:.2%} of the round",
-        f"bytes      {_size(figures['bytes_per_round'])} a round in all, {_size(figures['egress_bytes_per_day'])} a day",
+        f"bytes      {size_text(figures['bytes_per_round'])} a round in all, {sent_a_day} a day",
         f"run        {whole_run}, validation and saving not counted",
         "",
         *explain(plan)[1:],
@@ -265,7 +291,7 @@ def render(plan: Plan, figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned columns: the first two left, numbers right."""
     widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
     pads = [str.ljust if k < 2 else str.rjust for k in range(len(head))]
@@ -275,7 +301,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -283,7 +309,7 @@ def _size(count: float) -> str:
     raise AssertionError
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

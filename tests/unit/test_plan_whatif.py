@@ -58,7 +58,7 @@ def test_figures_of_a_planned_round() -> None:
     layout = layout_from_files(RUN)
     plan = plan_from_files(RUN, PAPER, layout)
     volume = volume_of(layout, RUN)
-    figures = forecast(plan, RUN, volume)
+    figures = forecast(plan, RUN, volume, plan.exchange_seconds)
     assert [m["site"] for m in figures["members"]] == ["a100", "h100", "l40s", "rtx"]
     assert figures["straggler_idle_share"] <= 0.005
     assert figures["round_seconds"] == figures["train_seconds"] + figures["exchange_seconds"]
@@ -66,14 +66,16 @@ def test_figures_of_a_planned_round() -> None:
     assert figures["bytes_per_round"] == 12 * volume.payload_bytes
     assert figures["egress_bytes_per_day"] == pytest.approx(figures["bytes_per_round"] * 86_400 / figures["round_seconds"])
     uniform = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"mode": "uniform"})})
-    idle = forecast(plan_from_files(uniform, PAPER, layout), uniform, volume)["straggler_idle_share"]
+    plan = plan_from_files(uniform, PAPER, layout)
+    idle = forecast(plan, uniform, volume, plan.exchange_seconds)["straggler_idle_share"]
     assert idle >= 8 * max(figures["straggler_idle_share"], 0.005)
 
 
 def test_a_reduce_sends_twice_the_others_part() -> None:
     run = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"topology": "reduce"})})
     layout = layout_from_files(run)
-    figures = forecast(plan_from_files(run, PAPER, layout), run, volume_of(layout, run))
+    plan = plan_from_files(run, PAPER, layout)
+    figures = forecast(plan, run, volume_of(layout, run), plan.exchange_seconds)
     payload = figures["payload_bytes"]
     assert figures["bytes_per_round"] == pytest.approx(4 * 2 * 3 / 4 * payload, rel=0.01)
     assert [m["share"][0] for m in figures["members"]] == [0, *(m["share"][1] for m in figures["members"][:-1])]

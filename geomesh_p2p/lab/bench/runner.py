@@ -21,16 +21,16 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.forecast import Volume
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.asynchronous import race, train_race
-from geomesh_p2p.lab.bench.clock import World, calibrated
-from geomesh_p2p.lab.bench.methods import METHODS, Method
+from geomesh_p2p.lab.bench.clock import World
+from geomesh_p2p.lab.bench.methods import Method
 from geomesh_p2p.lab.bench.results import Outcome, outcome
+from geomesh_p2p.lab.bench.scaling import world_of
 from geomesh_p2p.lab.bench.settings import Setting
-from geomesh_p2p.lab.bench.timeline import ALL, Stage, gradient_rounds, idle_shares, rounds
+from geomesh_p2p.lab.bench.timeline import ALL, Stage, gradient_rounds, rounds
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, trained
 from geomesh_p2p.lab.whatif import layout_from_files, volume_of
 
 VALIDATE_SHARE = 0.9       # of a reference round's tokens between two validations: after every round, and of as many tokens
-CALIBRATION_ROUNDS = 3
 GRADIENT_STEPS = 16        # between two validations, at least
 Tell = Callable[[str], None]
 
@@ -94,24 +94,6 @@ def jobs(
 
 def _with_seed(run: RunConfig, seed: int) -> RunConfig:
     return run.model_copy(update={"run": run.run.model_copy(update={"seed": seed})})
-
-
-def world_of(base: RunConfig, setting: Setting, budget_tokens: int) -> World:
-    """The setting with rates for this model: scaled by its size, or until the reference waits as long as it should."""
-    layout = layout_from_files(base)
-    if setting.stands_for_parameters is not None:
-        return World(setting, layout.parameters / setting.stands_for_parameters)
-    assert setting.reference_wan_idle_share is not None
-    reference = METHODS["diloco"]
-    tokens = CALIBRATION_ROUNDS * setting.reference_round_sequences * base.model.sequence_length
-    run = reference.run_config(base, setting, budget_tokens)
-    volume = volume_of(layout, run)
-
-    def wan_idle_share(world: World) -> float:
-        return idle_shares(list(rounds(reference, run, volume, world, tokens)), setting.names[0]).wan
-
-    unchanged = setting.model_copy(update={"changes": ()})
-    return replace(calibrated(World(unchanged), wan_idle_share, setting.reference_wan_idle_share), setting=setting)
 
 
 def varied(methods: Sequence[Method], variations: Sequence[str]) -> list[Method]:

@@ -10,6 +10,7 @@ import csv
 import difflib
 import math
 import tomllib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,8 @@ class Place(Section):
     fixed_seconds: float = Field(ge=0)
     sequence_seconds: PositiveFloat
     max_batch: PositiveInt
+    egress_usd_per_gb: float | None = Field(default=None, ge=0)
+    """Of bytes that leave its region, if it differs from the setting's. A GB is 1e9 bytes."""
 
 
 class Pair(Section):
@@ -85,6 +88,8 @@ class Setting(Section):
     transfer to compute stays."""
     reference_wan_idle_share: Share | None = None
     """Instead: rates are scaled until the reference waits for the links for this share of its time."""
+    egress_usd_per_gb: float | None = Field(default=None, ge=0)
+    """Price of bytes that leave a site's region; None: not known."""
     sites: tuple[Place, ...] = Field(min_length=1)
     links: Links = Links()
     changes: tuple[Change, ...] = ()
@@ -120,13 +125,23 @@ class Setting(Section):
         """[from, to] in seconds."""
         return self._matrix(lambda a, b: self._rtt_ms(a, b) / 1000, 0.0)
 
-    def _matrix(self, value: object, diagonal: float) -> Array:
-        size = len(self.sites)
-        found = np.full((size, size), diagonal)
-        for i, a in enumerate(self.sites):
-            for j, b in enumerate(self.sites):
-                if i != j:
-                    found[i, j] = value(a, b)  # type: ignore[operator]
+    def _matrix(self, value: Callable[[Place, Place], float], diagonal: float) -> Array:
+        """Asked once for each pair of regions, and of sites that have links of their own."""
+        own = {name for pair in self.links.pairs for name in pair.between}
+        own |= {name for ends in self._round_trips for name in ends} if self.links.rtt_ms_file else set()
+        kinds = [site.region if site.region and site.name not in own else f"site {site.name}" for site in self.sites]
+        examples = dict(zip(kinds, self.sites, strict=True))
+        order = {kind: place for place, kind in enumerate(examples)}
+        alone = {kind for kind in examples if kinds.count(kind) == 1}
+        by_kind = np.array(
+            [
+                [diagonal if a == b and a in alone else value(one, other) for b, other in examples.items()]
+                for a, one in examples.items()
+            ]
+        )
+        at = [order[kind] for kind in kinds]
+        found = by_kind[np.ix_(at, at)]
+        np.fill_diagonal(found, diagonal)
         return found
 
     def _pair(self, a: Place, b: Place) -> Pair | None:

@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from geomesh_p2p.config import RunConfig
-from geomesh_p2p.core.forecast import CONTROL_SECONDS, DECODE_PER_SECOND, ENCODE_PER_SECOND, Volume
+from geomesh_p2p.core.forecast import LinkTable, Volume, codec_seconds, folded_seconds
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, lr_scale, plan_round
 from geomesh_p2p.core.types import Assignment, Link, Plan, Range, StepReport, Term
 from geomesh_p2p.lab.bench.clock import Moment, World
 from geomesh_p2p.lab.bench.methods import Method
 from geomesh_p2p.lab.bench.settings import Array
+from geomesh_p2p.lab.whatif import sent_bytes
 from geomesh_p2p.swarm.links import RATE_WEIGHT, RTT_WEIGHT
 
 ENDLESS = 2**62
+MUCH_LEFT = 100     # rounds
 ALL = "all"
 """The worker that trains what sites train together which exchange after every step."""
 
@@ -76,6 +78,22 @@ class Round(Stage):
 def rounds(method: Method, run: RunConfig, volume: Volume, world: World, budget_tokens: int) -> Iterator[Round]:
     """The rounds of a method of kind `rounds` until `budget_tokens` are committed."""
     return _Leader(method, run, volume, world, budget_tokens).lead()
+
+
+def foreseen(run: RunConfig, volume: Volume, world: World) -> Plan:
+    """The plan of a round under the setting as it is at the start, if all its links are known and much is left to train."""
+    leader = _Leader(Method("", ""), run, volume, world, MUCH_LEFT * run.planner.round_tokens)
+    leader.rates = world.setting.rates * world.rate_scale
+    return leader.plan(1)
+
+
+def repeated(plan: Plan, run: RunConfig, volume: Volume, world: World, count: int) -> Iterator[Round]:
+    """Rounds of one plan, under the setting as it is at the start."""
+    clock = 0.0
+    for number in range(1, count + 1):
+        played = _play(plan, volume, run, world.at(number, 0.0), number, clock, plan.term.candidate)
+        yield played
+        clock = played.ends
 
 
 def gradient_rounds(
@@ -149,7 +167,7 @@ class _Leader:
         # The leader's own votes and histories are the protocol's; here it is always the first site.
         inputs = PlanInputs(
             slot=Slot(b"", number, Term(1, self.leader), 1, b""),
-            sites=Sites(self.profiles, self._links(), self.reports),
+            sites=Sites(self.profiles, self._links(), self.reports, min_members=self.run.run.min_peers),
             work=WorkLeft(
                 self.volume,
                 self.run.model.sequence_length,
@@ -168,14 +186,12 @@ class _Leader:
             start += member.sequences
         return replace(plan, round=number, members=tuple(members), committed_tokens=self.committed, may_close=False)
 
-    def _links(self) -> tuple[Link, ...]:
-        rates = np.zeros_like(self.rtts) if self.rates is None else self.rates
-        return tuple(
-            Link(a, b, float(self.rtts[i, j]), float(rates[i, j]))
-            for i, a in enumerate(self.names)
-            for j, b in enumerate(self.names)
-            if i != j
-        )
+    def _links(self) -> tuple[Link, ...] | LinkTable:
+        """A site knows its round trips from the start, its rates from the first exchange on."""
+        if self.rates is None:
+            ends = [(i, j) for i in range(len(self.names)) for j in range(len(self.names)) if i != j]
+            return tuple(Link(self.names[i], self.names[j], float(self.rtts[i, j]), 0.0) for i, j in ends)
+        return LinkTable(self.rates, self.rtts, 0)
 
     def learn(self, played: Round, moment: Moment) -> None:
         self.previous = played.plan
@@ -187,8 +203,10 @@ class _Leader:
             if part.steps
         )
         if len(self.names) > 1:
-            self.rates = moment.rates if self.rates is None else self.rates + RATE_WEIGHT * (moment.rates - self.rates)
-            np.fill_diagonal(self.rates, 0.0)
+            known = moment.rates if self.rates is None else self.rates
+            with np.errstate(invalid="ignore"):                    # of the diagonal, which is infinite
+                self.rates = known + RATE_WEIGHT * (moment.rates - known)
+            np.fill_diagonal(self.rates, np.inf)
             self.rtts = self.rtts + RTT_WEIGHT * (moment.rtts - self.rtts)
 
 
@@ -202,17 +220,15 @@ def _play(
     done = [_trained(member, site, moment, deadline) for member, site in zip(plan.members, sites, strict=True)]
     finish = np.array([seconds for _, _, seconds in done])
     tokens = [sequences * run.model.sequence_length for _, sequences, _ in done]
-    encode = volume.parameters / ENCODE_PER_SECOND
-    have, sent, decode = _exchange(plan, volume, moment, sites, finish + encode)
-    # Held reports to the leader, the commit back to all.
-    at = sites[[member.site for member in plan.members].index(leader)] if leader in plan.peers else sites[0]
-    committed = max(have[k] + moment.rtts[site, at] / 2 for k, site in enumerate(sites)) + CONTROL_SECONDS
-    folded = np.array([committed + moment.rtts[at, site] / 2 for site in sites])
+    at = [member.site for member in plan.members].index(leader) if leader in plan.peers else 0
+    pairs = np.ix_(sites, sites)
+    links = LinkTable(moment.rates[pairs], moment.rtts[pairs], 0)
+    folded = folded_seconds(links, volume, plan.topology, plan.shares, finish, at)
     end, last = float(folded.max()), float(finish.max())
-    codec = encode + decode
+    codec, sent = sum(codec_seconds(volume, plan.topology, len(sites))), sent_bytes(plan, volume).sum(axis=1)
     parts = tuple(
         Part(
-            member.site, steps, count, float(finish[k]), last - float(finish[k]), end - last - codec, codec, sent[k],
+            member.site, steps, count, float(finish[k]), last - float(finish[k]), end - last - codec, codec, float(sent[k]),
             member.finish_seconds,
         )
         for k, (member, (steps, _, _), count) in enumerate(zip(plan.members, done, tokens, strict=True))
@@ -228,39 +244,6 @@ def _trained(member: Assignment, site: int, moment: Moment, deadline: float) -> 
         return member.inner_steps, member.sequences, whole * step + last
     steps = min(whole, max(1, math.ceil(deadline / step)))
     return steps, steps * member.batch, steps * step
-
-
-def _exchange(
-    plan: Plan, volume: Volume, moment: Moment, sites: list[int], ready: Array
-) -> tuple[Array, list[float], float]:
-    """(when each member has the whole update, bytes that each sent, codec seconds after the last byte)."""
-    size = len(sites)
-    if size == 1:
-        return ready, [0.0], volume.parameters / DECODE_PER_SECOND
-    if plan.topology == "gather":
-        decode = size * volume.parameters / DECODE_PER_SECOND
-        have = [
-            max(ready[i] + moment.transfer_seconds(a, b, volume.payload_bytes) for i, a in enumerate(sites))
-            for b in sites
-        ]
-        return np.array(have) + decode, [(size - 1) * float(volume.payload_bytes)] * size, decode
-    shares = [len(share) / volume.parameters for share in plan.shares]
-    # Averaging a share goes on while its bytes arrive; what is left after the last one is encoding and decoding it.
-    made = [
-        max(ready[i] + moment.transfer_seconds(a, b, share * volume.payload_bytes) for i, a in enumerate(sites))
-        if share else -math.inf
-        for b, share in zip(sites, shares, strict=True)
-    ]  # fmt: skip
-    decode = volume.parameters * (1 / ENCODE_PER_SECOND + 2 / DECODE_PER_SECOND)
-    have = [
-        max(
-            made[j] + moment.transfer_seconds(a, b, shares[j] * volume.answer_bytes)
-            for j, a in enumerate(sites) if shares[j]
-        )
-        for b in sites
-    ]  # fmt: skip
-    sent = [(1 - share) * volume.payload_bytes + (size - 1) * share * volume.answer_bytes for share in shares]
-    return np.array(have) + decode, sent, decode
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""Settings of the benchmark: what ships, and how a setting's links are read."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from setuptools import Distribution
+
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.clock import World
+from geomesh_p2p.lab.bench.settings import SHIPPED, Setting, load_setting, shipped
+
+ROOT = Path(__file__).parent.parent.parent
+MBPS = 1e6 / 8
+
+
+def apart(matrix: Any) -> Any:
+    return matrix[~np.eye(len(matrix), dtype=bool)]
+
+
+def test_what_ships() -> None:
+    assert shipped() == ["azure4", "azure8", "drift", "halos", "harsh", "homogeneous", "paper"]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_setting_makes_sense(name: str) -> None:
+    setting = load_setting(name)
+    assert setting.about
+    assert any("assumed" in text for text in setting.sources), "what is not measured is said"
+    assert len(setting.sites) >= 4
+    assert all(site.region and site.device for site in setting.sites)
+    rates, rtts = setting.rates, setting.rtts
+    assert np.isinf(np.diag(rates)).all()
+    assert (np.diag(rtts) == 0).all()
+    assert np.isfinite(apart(rates)).all()
+    assert (apart(rates) > 0).all()
+    # As fast there as back; the published round trips differ by direction.
+    assert np.abs(apart(rates) / apart(rates.T) - 1).max() <= 0.15
+    assert apart(np.abs(rtts - rtts.T)).max() <= 0.01
+    assert setting.reference_round_sequences % len(setting.sites) == 0
+    assert setting.reference_batch <= min(site.max_batch for site in setting.sites)
+    if setting.links.rtt_ms_file:
+        assert any(text.startswith(setting.links.rtt_ms_file) for text in setting.sources), "the matrix has a source"
+        assert (apart(rtts) > 0).all()
+
+
+@pytest.mark.parametrize("table", sorted(path.name for path in SHIPPED.glob("*.csv")))
+def test_every_table_has_a_source(table: str) -> None:
+    assert any(table in text for name in shipped() for text in load_setting(name).sources)
+
+
+def test_homogeneous_has_nothing_to_balance() -> None:
+    setting = load_setting("homogeneous")
+    assert len({(site.fixed_seconds, site.sequence_seconds, site.max_batch) for site in setting.sites}) == 1
+    assert len(set(apart(setting.rates).tolist())) == 1
+
+
+def test_harsh_has_one_slow_way_and_one_slow_peer() -> None:
+    setting = load_setting("harsh")
+    slow = np.argwhere(setting.rates == setting.rates.min())
+    assert setting.rates.min() == 20 * MBPS
+    assert sorted(np.unique(slow).tolist()) == [setting.names.index("a100"), setting.names.index("l40s")]
+    assert len(slow) == 2, "one pair, both directions"
+    seconds = sorted(site.fixed_seconds + 8 * site.sequence_seconds for site in setting.sites)
+    assert seconds[-1] / seconds[0] == pytest.approx(8)
+    assert seconds[-2] / seconds[0] < 4
+
+
+def test_drift_changes_in_the_middle_third_alone() -> None:
+    setting, world = load_setting("drift"), World(load_setting("drift"))
+    h100, a100 = setting.names.index("h100"), setting.names.index("a100")
+    for share, speed, rate in ((0.0, 1, 1), (0.3, 1, 1), (0.34, 2, 1 / 3), (0.66, 2, 1 / 3), (0.67, 1, 1), (0.99, 1, 1)):
+        moment = world.at(1, share)
+        assert moment.step_seconds(h100, 8) == pytest.approx(speed * (0.005 + 8 * 0.010))
+        assert moment.step_seconds(a100, 8) == pytest.approx(0.010 + 8 * 0.020)
+        assert moment.rates[h100, a100] == pytest.approx(940 * MBPS * rate, rel=1e-4)
+        assert moment.rates[a100, h100] == moment.rates[h100, a100]
+
+
+def test_halos_has_four_workers_in_each_region() -> None:
+    setting = load_setting("halos")
+    rates, place = setting.rates / MBPS, setting.names.index
+    assert rates[place("r0-w0"), place("r3-w2")] == pytest.approx(202)
+    assert rates[place("r1-w3"), place("r3-w0")] == pytest.approx(117)
+    assert rates[place("r2-w0"), place("r2-w1")] == pytest.approx(10_000)
+    speeds = np.sort([0.005 / site.sequence_seconds for site in setting.sites])
+    assert speeds == pytest.approx(np.linspace(0.107, 0.907, 16), rel=1e-3)
+
+
+def test_the_rule_of_rates_is_the_fit_to_the_table_that_it_names() -> None:
+    with (SHIPPED / "aws_links.csv").open() as lines:
+        ways = [(float(row["delay_ms"]) / 1000, 1000 * float(row["gbps"])) for row in csv.DictReader(lines)]
+    rtts, rates = np.array(ways).T
+
+    def residual(most: float, per_trip: float) -> float:
+        return math.sqrt(np.mean(np.log(np.minimum(most, per_trip / rtts) / rates) ** 2))
+
+    for name in ("azure4", "azure8"):
+        links = load_setting(name).links
+        assert links.mbit_per_round_trip is not None
+        ours = residual(links.most_mbps, links.mbit_per_round_trip)
+        best = min(residual(most, per_trip) for most in range(500, 1500, 20) for per_trip in range(40, 120))
+        assert ours == pytest.approx(best, rel=0.01)
+        assert ours == pytest.approx(0.18, abs=0.005)
+
+
+def test_settings_and_their_tables_are_in_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    distribution.parse_config_files(["pyproject.toml"])
+    distribution.include_package_data = False  # what a source control system knows would hide what is not named
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    (found,) = (names for package, _, _, names in build.data_files if package == "geomesh_p2p.lab.bench")
+    assert sorted(found) == sorted(f"settings/{path.name}" for path in SHIPPED.iterdir())
+
+
+# ---------------------------------------------------------------- reading one of your own
+
+SITE = 'device = "d"\nfixed_seconds = 0.0\nsequence_seconds = 0.1\nmax_batch = 4\n'
+
+
+def own(folder: Path, sites: dict[str, str], links: str) -> Setting:
+    lines = ['about = "own"', "reference_round_sequences = 8", "stands_for_parameters = 1e6"]
+    lines += [f'[[sites]]\nname = "{name}"\nregion = "{region}"\n{SITE}' for name, region in sorted(sites.items())]
+    (folder / "mine.toml").write_text("\n".join([*lines, "[links]", links]))
+    (folder / "rtt.csv").write_text("src,x,y,lone\nx,1,50,70\ny,60,1,\nlone,,80,0\n")
+    return load_setting(str(folder / "mine.toml"))
+
+
+def test_links_by_pair_then_region_then_matrix(tmp_path: Path) -> None:
+    links = 'rtt_ms_file = "rtt.csv"\nmost_mbps = 100\nmbit_per_round_trip = 4\nsame_region_mbps = 500\n'
+    links += 'pairs = [{ between = ["a", "y"], mbps = 7, rtt_ms = 9 }]'
+    setting = own(tmp_path, {"a": "x", "b": "x", "c": "x", "d": "y", "lone": ""}, links)
+    a, b, c, d, lone = range(5)
+    rates, rtts = setting.rates / MBPS, setting.rtts * 1000
+    assert (rates[a, d], rtts[a, d], rates[d, a]) == (pytest.approx(7), pytest.approx(9), pytest.approx(7))
+    assert (rates[a, b], rates[b, c], rtts[b, c]) == (pytest.approx(500), pytest.approx(500), 0)
+    assert (rtts[b, d], rtts[d, c]) == (pytest.approx(50), pytest.approx(60))
+    assert (rates[b, d], rates[d, c]) == (pytest.approx(80), pytest.approx(4 / 0.06))
+    assert (rtts[c, lone], rtts[lone, c], rtts[lone, d]) == (pytest.approx(70), pytest.approx(70), pytest.approx(80))
+    for i, one in enumerate(setting.sites):
+        for j, other in enumerate(setting.sites):
+            if i != j:
+                assert rates[i, j] == pytest.approx(setting._mbps(one, other))
+                assert rtts[i, j] == pytest.approx(setting._rtt_ms(one, other))
+
+
+def test_a_region_that_the_matrix_lacks_is_named(tmp_path: Path) -> None:
+    setting = own(tmp_path, {"a": "x", "b": "elsewhere"}, 'rtt_ms_file = "rtt.csv"')
+    with pytest.raises(ConfigError, match=r"rtt\.csv: no round trip between x and elsewhere"):
+        _ = setting.rtts
+
+
+def test_a_name_close_to_a_shipped_one() -> None:
+    with pytest.raises(ConfigError, match=r"no setting 'azur4' \(did you mean azure4\?\): azure4, azure8, drift, "):
+        load_setting("azur4")
