@@ -1,0 +1,129 @@
+"""Rounds in virtual time: every second of every site has a name, and what happens follows the setting, not the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.lab.bench.clock import World
+from geomesh_p2p.lab.bench.methods import METHODS, Method, method_of
+from geomesh_p2p.lab.bench.runner import jobs, varied, world_of
+from geomesh_p2p.lab.bench.settings import Setting, load_setting, shipped
+from geomesh_p2p.lab.bench.timeline import Round, idle_shares
+from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
+
+BUDGET = 20 * 16 * SEQUENCE_LENGTH
+SMALL = RunConfig.model_validate({"run": {"id": "bench"}, "model": {"hidden_size": 96, "intermediate_size": 256, "layers": 2,
+                                                                     "heads": 3, "kv_heads": 3}})  # fmt: skip
+
+
+def play(name: str, where: Setting, folder: Path, budget: int = BUDGET, **changes: Any) -> list[Round]:
+    method = replace(METHODS[name], **changes)
+    (job,) = jobs(run_config(folder), where, [method], [1], budget)
+    return [stage for stage in job.stages() if isinstance(stage, Round)]
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.kind == "rounds"])
+def test_the_parts_of_each_site_add_up_to_the_round_and_the_rounds_to_the_budget(name: str, tmp_path: Path) -> None:
+    played = play(name, setting(), tmp_path)
+    for one in played:
+        for part in one.parts:
+            assert part.seconds == pytest.approx(one.ends - one.begins)
+            assert min(part.compute, part.straggler_idle, part.wan_idle, part.codec) >= 0
+    assert [one.begins for one in played[1:]] == [one.ends for one in played[:-1]]
+    assert sum(one.tokens for one in played) == pytest.approx(BUDGET, abs=8 * SEQUENCE_LENGTH), "half a round"
+    # No position of the stream is trained twice, and none is left out.
+    ranges = sorted(r for one in played for member in one.plan.members for r in member.ranges)
+    assert ranges[0].start == 0
+    assert all(a.stop == b.start for a, b in pairwise(ranges))
+
+
+def test_equal_sites_do_not_wait_for_each_other_and_unequal_ones_do_unless_planned(tmp_path: Path) -> None:
+    equal = setting(sites=[place("far", 0.1), place("near", 0.1)])
+    assert idle_shares(play("diloco", equal, tmp_path), "near").straggler == 0
+    uneven = idle_shares(play("diloco", setting(), tmp_path), "near")
+    planned = idle_shares(play("geomesh", setting(), tmp_path), "near")
+    assert uneven.straggler_fastest > 10 * planned.straggler_fastest
+    assert planned.straggler < uneven.straggler
+
+
+def test_bytes_are_those_of_the_topology(tmp_path: Path) -> None:
+    """Of two sites: fp32 in a reduce sends 4 bytes a parameter, a gather of signs one contribution."""
+    (of_diloco, of_signs) = jobs(run_config(tmp_path), setting(), [METHODS["diloco"], METHODS["diloco-1bit"]], [1], BUDGET)
+    fp32, sign = play("diloco", setting(), tmp_path)[0], play("diloco-1bit", setting(), tmp_path)[0]
+    assert {part.sent_bytes for part in fp32.parts} == {4 * of_diloco.volume().parameters}
+    assert {part.sent_bytes for part in sign.parts} == {of_signs.volume().payload_bytes}
+
+
+def test_links_are_slowed_until_the_reference_waits_as_long_as_it_should(tmp_path: Path) -> None:
+    where = setting(stands_for_parameters=None, reference_wan_idle_share=0.6)
+    world = world_of(run_config(tmp_path), where, BUDGET)
+    assert 0 < world.rate_scale < 1
+    assert idle_shares(play("diloco", where, tmp_path), "near").wan == pytest.approx(0.6, abs=0.005)
+
+
+def test_a_site_that_slows_down_is_closed_and_planned_anew_and_a_plan_for_ever_waits(tmp_path: Path) -> None:
+    where = setting(changes=[{"site": "near", "speed": 0.25, "begins_share": 0.3, "ends_share": 0.7}])
+    played = play("geomesh", where, tmp_path)
+    during = [one for one in played if one.changed]
+    assert 0 < len(during) < len(played)
+    first = during[0]
+    near = [part.site for part in first.parts].index("near")
+    assert first.parts[near].steps < first.plan.members[near].inner_steps, "it was not closed"
+    assert first.parts[near].tokens < first.plan.members[near].sequences * SEQUENCE_LENGTH
+    later = idle_shares(during[2:], "near")
+    static = idle_shares([one for one in play("geomesh-static", where, tmp_path) if one.changed], "near")
+    assert later.straggler < 0.05 < static.straggler
+
+
+def test_noise_is_that_of_the_seed(tmp_path: Path) -> None:
+    links = {"pairs": [{"between": ["far", "near"], "mbps": 8, "rtt_ms": 100}], "jitter_share": 0.2}
+    base, noisy = run_config(tmp_path), setting(links=links)
+    ends = [[s.ends for s in job.stages()] for job in jobs(base, noisy, [METHODS["diloco"]], [1, 1, 2], BUDGET)]
+    assert ends[0] == ends[1] != ends[2]
+    assert ends[0] != [one.ends for one in play("diloco", setting(), tmp_path)]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_setting_that_ships_can_be_played_by_every_method(name: str) -> None:
+    where = load_setting(name)
+    budget = 3 * where.reference_round_sequences * SMALL.model.sequence_length
+    played = {}
+    for job in jobs(SMALL, where, [METHODS[n] for n in ("diloco", "geomesh", "ddp", "async")], [1], budget):
+        stages = job.stages()
+        assert stages
+        assert sum(stage.tokens for stage in stages) >= 0.99 * budget
+        played[job.method.name] = stages[-1].ends
+    assert played["geomesh"] < played["diloco"] < played["ddp"]
+
+
+def test_variations_are_methods_with_names_of_their_own() -> None:
+    found = varied([METHODS["diloco"]], ["outer.momentum=0,0.9", "outer.learning_rate=1.0"])
+    names = [method.name.removeprefix("diloco") for method in found]
+    assert names == ["[momentum=0,learning_rate=1.0]", "[momentum=0.9,learning_rate=1.0]"]
+    configs = [method.run_config(SMALL, load_setting("paper"), 10**6) for method in found]
+    assert [config.outer.momentum for config in configs] == [0, 0.9]
+    assert varied([METHODS["diloco"]], []) == [METHODS["diloco"]]
+
+
+def test_a_name_that_is_not_one_is_answered_with_the_nearest() -> None:
+    from geomesh_p2p.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="did you mean geomesh"):
+        method_of("geomsh")
+    with pytest.raises(ConfigError, match="did you mean paper"):
+        load_setting("papr")
+    with pytest.raises(ConfigError, match=r"section\.key"):
+        varied([Method("x", "")], ["momentum"])
+
+
+def test_the_world_of_a_smaller_model_has_slower_links() -> None:
+    where = load_setting("paper").model_copy(update={"reference_wan_idle_share": None, "stands_for_parameters": 1e9})
+    world = world_of(SMALL, where, 10**6)
+    assert isinstance(world, World)
+    assert world.rate_scale == pytest.approx(jobs(SMALL, where, [METHODS["diloco"]], [1], 10**6)[0].volume().parameters / 1e9)

@@ -1,0 +1,129 @@
+"""Training of a timeline: kept by what it depends on, resumed, closed where the timeline closes, equal to other ways to the
+same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geomesh_p2p.lab.bench import trajectory
+from geomesh_p2p.lab.bench.methods import METHODS
+from geomesh_p2p.lab.bench.results import Outcome, summary
+from geomesh_p2p.lab.bench.runner import Job, jobs
+from geomesh_p2p.lab.bench.settings import Setting
+from geomesh_p2p.lab.bench.timeline import Round
+from geomesh_p2p.lab.bench.trajectory import Point, read
+from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
+
+BUDGET = 6 * 16 * SEQUENCE_LENGTH
+
+
+def job(name: str, folder: Path, where: Setting | None = None, budget: int = BUDGET, **sections: dict[str, Any]) -> Job:
+    (found,) = jobs(run_config(folder, **sections), where or setting(), [METHODS[name]], [1], budget)
+    return found
+
+
+@pytest.mark.parametrize("name", ["diloco", "geomesh", "ddp", "async"])
+def test_perplexity_falls_and_a_second_time_nothing_is_trained(name: str, tmp_path: Path) -> None:
+    told: list[Point] = []
+    first = job(name, tmp_path).play(tmp_path / "store", told.append)
+    assert told
+    assert first.curve.val_ppl[-1] < 0.9 * first.curve.val_ppl[0]
+    assert first.curve.seconds[0] == 0
+    assert list(first.curve.seconds) == sorted(first.curve.seconds)
+    again: list[Point] = []
+    assert job(name, tmp_path).play(tmp_path / "store", again.append) == first
+    assert again == []
+
+
+def test_other_links_are_priced_and_not_trained_again(tmp_path: Path) -> None:
+    slow = setting(links={"pairs": [{"between": ["far", "near"], "mbps": 1, "rtt_ms": 900}]})
+    fast = job("diloco", tmp_path).play(tmp_path / "store")
+    told: list[Point] = []
+    other = job("diloco", tmp_path, slow).play(tmp_path / "store", told.append)
+    assert told == []
+    assert (other.key, other.curve.val_ppl) == (fast.key, fast.curve.val_ppl)
+    assert other.curve.seconds[-1] > fast.curve.seconds[-1]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"run": {"seed": 4}}, {"outer": {"momentum": 0.5}}, {"inner": {"learning_rate": 1e-3}}, {"codec": {"magnitude": "rms"}}],
+    ids=lambda sections: next(iter(sections)),
+)
+def test_whatever_training_depends_on_is_in_its_key(sections: dict[str, Any], tmp_path: Path) -> None:
+    base, where = run_config(tmp_path), setting()
+    keys = []
+    for run in (base, run_config(tmp_path, **sections)):
+        config = METHODS["diloco-1bit"].run_config(run, where, BUDGET)
+        workers = trajectory.Workers(config, ["far"])
+        keys.append(trajectory.key_of(workers.fingerprint, [], 1))
+    assert keys[0] != keys[1]
+
+
+def test_work_is_in_its_key(tmp_path: Path) -> None:
+    played = job("diloco", tmp_path).stages()
+    fewer = [replace(one, parts=(replace(one.parts[0], steps=1), *one.parts[1:])) for one in played]
+    assert trajectory.key_of(b"", played, 1) != trajectory.key_of(b"", fewer, 1)  # type: ignore[arg-type]
+    assert trajectory.key_of(b"", played, 1) != trajectory.key_of(b"", played[:-1], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_one_that_was_stopped_goes_on_to_the_same_bits(residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"codec": {"residual": residual}}
+    whole = job("geomesh", tmp_path, **sections).play(tmp_path / "whole")
+    monkeypatch.setattr(trajectory, "SAVE_SECONDS", 0.0)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(point: Point) -> None:
+        if point.rounds == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        job("geomesh", tmp_path, **sections).play(tmp_path / "stopped", stop)
+    told: list[Point] = []
+    resumed = job("geomesh", tmp_path, **sections).play(tmp_path / "stopped", told.append)
+    assert told[0].rounds == 3, "it began anew"
+    assert resumed.curve == whole.curve
+    anchors = [read(tmp_path / store / whole.key).anchor() for store in ("whole", "stopped")]
+    assert np.array_equal(*anchors)
+    assert sorted(path.name for path in (tmp_path / "stopped" / whole.key).iterdir()) == ["anchor.safetensors", "done.json"]
+
+
+def test_a_site_that_the_timeline_closes_trains_as_many_steps_as_it_says(tmp_path: Path) -> None:
+    where = setting(changes=[{"site": "near", "speed": 0.25, "begins_share": 0.3, "ends_share": 0.7}])
+    closing = job("geomesh", tmp_path, where)
+    played = closing.stages()
+    rounds = [one for one in played if isinstance(one, Round)]
+    assert any(one.steps(member.site) < member.inner_steps for one in rounds for member in one.plan.members)
+    found = closing.play(tmp_path / "store")
+    assert found.curve.tokens[-1] == sum(stage.tokens for stage in played)
+
+
+def test_alone_the_asynchronous_site_trains_what_the_synchronous_one_does(tmp_path: Path) -> None:
+    """With one site nothing is stale: both are SGD with Nesterov momentum on the same deltas."""
+    where = setting(sites=[place("only", 0.1)], links={}, reference_round_sequences=8)
+    plain = {"outer": {"momentum": 0.5}}
+    tokens = 6 * 8 * SEQUENCE_LENGTH
+    both = [job(name, tmp_path, where, tokens, **plain).play(tmp_path / "store") for name in ("diloco", "async")]
+    assert both[0].curve.tokens == both[1].curve.tokens
+    # The learning rate is that of the tokens so far, which a round knows only in part.
+    assert both[0].curve.val_ppl == pytest.approx(both[1].curve.val_ppl, rel=0.02)
+
+
+def test_a_report_has_medians_and_spreads_and_says_what_was_not_reached(tmp_path: Path) -> None:
+    queue = jobs(run_config(tmp_path), setting(), [METHODS["diloco"]], [1, 2, 3], BUDGET)
+    outcomes: list[Outcome] = [one.play(tmp_path / "store") for one in queue]
+    finals = sorted(one.figures["final_ppl"] for one in outcomes)  # type: ignore[type-var]
+    report = summary(setting(), [1, 2, 3], 1.0, outcomes, {})
+    table = report["methods"]["diloco"]
+    assert [table["final_ppl_min"], table["final_ppl"], table["final_ppl_max"]] == finals
+    assert table["time_to_target_seconds"] is None
+    easy = summary(setting(), [1, 2, 3], 1e9, outcomes, {})["methods"]["diloco"]
+    assert (easy["time_to_target_seconds"], easy["rounds_to_target"], easy["tokens_to_target"]) == (0, 0, 0)
