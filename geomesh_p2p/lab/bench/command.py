@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import TUNED_LENGTHS, method_of
 from geomesh_p2p.lab.bench.results import Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
@@ -29,6 +30,8 @@ class Request:
     seeds: Sequence[int] = (1,)
     tokens: int = 5_000_000
     vary: Sequence[str] = ()
+    engine: Literal["virtual", "real"] = "virtual"
+    """virtual: real gradients, simulated clock; real: a mesh of processes on this machine, devices and links emulated."""
     out: Path = Path("runs/bench")
     processes: int = 0
     """0: as many as there are cores."""
@@ -45,7 +48,11 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     if not request.seeds:
         raise ConfigError("--seeds is empty: give at least one number")
     queue = jobs(base, setting, methods, request.seeds, request.tokens)
-    outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
+    if request.engine == "real":
+        scale = real.time_scale(base, setting, request.out / "real")
+        outcomes = [real.play(job, request.out, scale, to_stderr) for job in queue]
+    else:
+        outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
     target = base.run.target_ppl or _reached_by_all(outcomes)
     about = {
         "run": base.run.id,
@@ -116,6 +123,7 @@ def table(report: Mapping[str, Any]) -> str:
     seeds = ", ".join(str(seed) for seed in report["seeds"])
     head = (
         f"setting {report['setting']}, {report['parameters']:,} parameters, {report['budget_tokens']:,} tokens, seeds {seeds}; "
-        f"target perplexity {report['target_ppl']:.3f}; virtual time"
+        f"target perplexity {report['target_ppl']:.3f}; "
+        f"{' and '.join(sorted({figures['engine'] for figures in report['methods'].values()}))} time"
     )
     return "\n".join([head, "", *lines])
