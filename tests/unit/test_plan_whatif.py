@@ -71,6 +71,25 @@ def test_figures_of_a_planned_round() -> None:
     assert idle >= 8 * max(figures["straggler_idle_share"], 0.005)
 
 
+def test_who_is_done_early_sends_while_others_train() -> None:
+    run = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"mode": "uniform"})})
+    slow = {"default": LinkSection(mbps=0.03)}
+    sites = files(site("fast", 4.0, links=slow), site("slow", 1.0), site("slow2", 1.0))
+    figures, text = json.loads(what_if(run, sites, as_json=True)), what_if(run, sites)
+    fast, late = figures["members"][0], figures["members"][1]
+    alone = 8 * figures["payload_bytes"] / 3e4
+    assert 0 < late["finish_seconds"] - fast["finish_seconds"] < alone, "bytes are still under way when the last finish"
+    # The way is as slow for what the late ones send, and that starts when they have finished.
+    assert figures["exchange_seconds"] == pytest.approx(alone, rel=0.05)
+    assert "who is done sends" not in text
+    uplink = files(site("fast", 4.0, net={"upload_mbps": 0.03}), site("slow", 1.0), site("slow2", 1.0))
+    figures, text = json.loads(what_if(run, uplink, as_json=True)), what_if(run, uplink)
+    waited = figures["members"][1]["finish_seconds"] - figures["members"][0]["finish_seconds"]
+    assert figures["exchange_seconds"] == pytest.approx(2 * alone - waited, rel=0.05)
+    assert "note: the exchange takes" in text
+    assert "as if all finished together: who is done sends while others train" in text
+
+
 def test_a_reduce_sends_twice_the_others_part() -> None:
     run = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"topology": "reduce"})})
     layout = layout_from_files(run)

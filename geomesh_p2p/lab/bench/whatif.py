@@ -26,6 +26,7 @@ from geomesh_p2p.lab.bench.timeline import foreseen
 from geomesh_p2p.lab.whatif import (
     DAY_SECONDS,
     duration,
+    early_sending,
     exchange_seconds,
     forecast,
     layout_from_files,
@@ -39,7 +40,6 @@ NOISE_DRAWS = 16
 TOKENS_A_PARAMETER = 20
 FULL_TEXT_SITES = 16      # with more, the text has no reasons for single sites
 MOST_ROWS = 32
-EARLY_SENDING = 0.01      # of the plan's own figure for the exchange: a larger difference is explained
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,7 @@ def _notes(run: RunConfig, world: World, plan: Plan, figures: dict[str, Any], qu
         found.append(f"jitter: the exchange is the mean of {NOISE_DRAWS} draws of the setting's noise")
     if setting.changes:
         found.append(f"the setting's {len(setting.changes)} changes on the way are not counted")
-    if figures["exchange_seconds"] < plan.exchange_seconds * (1 - EARLY_SENDING):
-        found.append(
-            f"the exchange takes {figures['exchange_seconds']:.4g} s, not {plan.exchange_seconds:.4g} as if all finished"
-            " together: who is done sends while others train"
-        )
+    found += early_sending(plan, figures["exchange_seconds"])
     if figures["egress_usd_per_day"] is None:
         found.append("egress has no price: give --egress-usd-per-gb, or egress_usd_per_gb in the setting")
     return found
