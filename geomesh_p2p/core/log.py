@@ -119,6 +119,10 @@ class BrokenChain(ValueError):
     """An update does not follow from the log; nothing was changed."""
 
 
+REMEMBERED_ROUNDS = 4096
+REMEMBERED_SITES = 1024
+
+
 @dataclass(frozen=True)
 class LogState:
     """All that a log must remember to go on: kept with snapshots, and enough to continue without the rounds before."""
@@ -141,7 +145,7 @@ class RoundLog:
         self.tokens = state.tokens
         self._credited = Credited(state.credited)
         self._digests = {state.round: state.digest}
-        self.sites: dict[PeerId, str] = {}  # of those who contributed since the founding or snapshot
+        self.sites: dict[PeerId, str] = {}  # of voters, and of who contributed last since the founding or snapshot
 
     @classmethod
     def founded(cls, founding: Founding) -> RoundLog:
@@ -160,7 +164,7 @@ class RoundLog:
         return self._credited.ranges
 
     def digest_of(self, round: int) -> Digest | None:
-        """The digest of a round this log knows: those since its founding or snapshot."""
+        """The digest of a round this log knows: the newest REMEMBERED_ROUNDS since its founding or snapshot."""
         return self._digests.get(round)
 
     def append(self, update: Update) -> None:
@@ -170,7 +174,16 @@ class RoundLog:
         self.voters = update.voters
         self.tokens = self.tokens + update.tokens if update.rollback is None else update.rollback.tokens
         self._digests[update.round] = update.digest
-        self.sites |= {c.peer: c.site for c in update.contributors}
+        self._digests.pop(update.round - REMEMBERED_ROUNDS, None)
+        for c in update.contributors:
+            self.sites.pop(c.peer, None)  # to the end: the newest are remembered
+            self.sites[c.peer] = c.site
+        self._forget_sites()
+
+    def _forget_sites(self) -> None:
+        gone = [peer for peer in self.sites if peer not in self.voters]
+        for peer in gone[: max(0, len(self.sites) - REMEMBERED_SITES)]:
+            del self.sites[peer]
 
     def _checked(self, update: Update) -> Credited:
         if update.round != self.round + 1:

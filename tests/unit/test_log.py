@@ -216,3 +216,18 @@ def test_digests_depend_on_content_alone() -> None:
     assert renamed.seal != one.seal
     for changed in (replace(one.contributors[0], tokens=101), replace(one.contributors[0], ranges=(Range(4, 7),))):
         assert replace(one, contributors=(changed,)).digest != one.digest
+
+
+def test_a_log_remembers_the_newest_rounds_and_guests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weeks of rounds and thousands of guests leave no trace but the state."""
+    monkeypatch.setattr("geomesh_p2p.core.log.REMEMBERED_ROUNDS", 8)
+    monkeypatch.setattr("geomesh_p2p.core.log.REMEMBERED_SITES", 3)
+    log, digests = RoundLog.founded(FOUNDING), {}
+    for round in range(1, 31):
+        peers = ("a", f"g{round:02}")
+        mine, guest = (contribution(log, peer, Range(2 * round + k, 2 * round + k + 1)) for k, peer in enumerate(peers))
+        log.append(update(log, mine, guest))
+        digests[round] = log.digest
+    assert [round for round in range(31) if log.digest_of(round) is not None] == list(range(23, 31))
+    assert all(log.digest_of(round) == digests[round] for round in range(23, 31))
+    assert set(log.sites) == {"a", "g29", "g30"}
