@@ -138,6 +138,9 @@ class PlannerSection(Section):
     """planned: from measured speeds, every round; uniform: the same batch and steps for all; fixed: as `fixed` says."""
     round_tokens: PositiveInt = 65_536
     """Tokens a round that the planner aims at, over all members."""
+    max_round_tokens: PositiveInt | None = None
+    """Rounds may be as long as this where the exchange would else take more than exchange_share; None: never longer than
+    round_tokens."""
     min_steps: PositiveInt = 4
     """Fewest inner steps of a member."""
     max_steps: PositiveInt = 500
@@ -145,7 +148,7 @@ class PlannerSection(Section):
     max_steps_ratio: PositiveFloat = 4.0
     """Largest allowed ratio of inner steps between two members."""
     exchange_share: Share = 0.05
-    """Rounds are made longer until the exchange takes at most this share, within the limits above."""
+    """Share of a round that the exchange should take at most: rounds are made longer for it, up to max_round_tokens."""
     critical_batch_tokens: PositiveInt | None = None
     """Tokens a step beyond which a larger batch stops helping; None: unknown, no discount."""
     batch: PositiveInt = 8

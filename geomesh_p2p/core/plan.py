@@ -27,6 +27,7 @@ HYSTERESIS = 0.10  # batch, topology and shares change only for a gain above thi
 OLD_PLAN_IDLE = 0.01  # the steps of the last round stand as long as they leave no more idle time than this
 SPEED_CHANGE = 0.15  # a site whose steps changed more than this is planned without regard to its last batch
 SLOW_WAY = 0.5    # of the median rate: a way slower than this is named
+LONGER = 1.1      # rounds are lengthened by this, or by its powers
 SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
 LR_SCALES = (0.5, 2.0)
@@ -97,6 +98,8 @@ def plan_round(inputs: PlanInputs, settings: PlannerSection, inner: InnerSection
     dropped = _slow_links(ground, free)
     if dropped:
         free = ground.search(tuple(i for i in everybody if i not in dropped))
+    if ground.lengthen(free):
+        free = ground.search(free.members)
     schedule, kept = _steady(ground, free)
     bystanders = tuple(
         Bystander(site.site, dropped.get(i) or reasons.too_slow(site, schedule))
@@ -123,13 +126,30 @@ class _Ground:
         self.peers = tuple(profile.peer for profile in profiles)
         known = inputs.sites.links
         self.links = known if isinstance(known, LinkTable) else LinkTable.of(self.peers, known)
+        self.round_tokens = settings.round_tokens
         self._needs_quorum = is_quorum(self.peers, inputs.sites.view)
         self._exchanges: dict[Members, Exchange] = {}
+
+    def lengthen(self, schedule: Schedule) -> bool:
+        """Whether rounds are to be longer than that of `schedule`, because its exchange takes too much of it. They grow by
+        whole steps of LONGER, so that links that are measured anew each round do not change them."""
+        settings, seconds = self.settings, self.exchange(schedule.members).seconds
+        share = max(settings.exchange_share, 1e-3)
+        if settings.max_round_tokens is None or seconds <= share * (seconds + schedule.seconds):
+            return False
+        needed = seconds * (1 / share - 1) / schedule.seconds * schedule.sequences * self.inputs.work.sequence_length
+        steps = math.ceil(math.log(needed / settings.round_tokens, LONGER) - 1e-9)
+        longer = min(settings.max_round_tokens, math.ceil(settings.round_tokens * LONGER**steps))
+        if longer <= self.round_tokens:
+            return False
+        self.round_tokens = longer
+        del self.limits
+        return True
 
     @cached_property
     def limits(self) -> Limits:
         work, settings = self.inputs.work, self.settings
-        budget = settings.round_tokens if work.budget_tokens is None else work.budget_tokens
+        budget = self.round_tokens if work.budget_tokens is None else work.budget_tokens
         if budget < 1:
             raise ValueError(f"work.budget_tokens is {budget}: nothing is left to train")
         critical = settings.critical_batch_tokens
@@ -137,8 +157,8 @@ class _Ground:
             min_steps=settings.min_steps,
             max_steps=max(settings.max_steps, settings.min_steps),
             steps_ratio=max(1.0, settings.max_steps_ratio),
-            sequences=max(1, min(settings.round_tokens, budget) // work.sequence_length),
-            exact=work.budget_tokens is not None and budget <= settings.round_tokens,
+            sequences=max(1, min(self.round_tokens, budget) // work.sequence_length),
+            exact=work.budget_tokens is not None and budget <= self.round_tokens,
             critical_batch=None if critical is None else critical / work.sequence_length,
         )
 
@@ -360,7 +380,7 @@ def _assembled(
         bystanders=bystanders,
         reasons=reasons.whole_round(
             schedule, exchange, ground.limits, settings, work.sequence_length, ground.links.guessed,
-            ground.slowest(schedule.members),
+            ground.slowest(schedule.members), ground.round_tokens,
         ),
     )
 

@@ -86,8 +86,10 @@ def whole_round(
     sequence_length: int,
     guessed_links: int,
     slowest: str,
+    round_tokens: int,
 ) -> tuple[str, ...]:
-    """Length, tokens, idle time, exchange, and every aim that was missed. `slowest`: the way that is far slower than most."""
+    """Length, tokens, idle time, exchange, and every aim that was missed. `slowest`: the way that is far slower than most;
+    `round_tokens`: the aim, which may be above the configured one."""
     tokens, wanted = schedule.sequences * sequence_length, limits.sequences * sequence_length
     training = f"{schedule.seconds:.4g} s of training: {tokens:,} tokens"
     idle = f"predicted straggler idle {schedule.idle:.2%}"
@@ -95,6 +97,9 @@ def whole_round(
         found = [f"{training} as configured", idle]
     else:
         aim = "the rest of the budget" if limits.exact else f"planner.round_tokens {settings.round_tokens:,}"
+        if not limits.exact and round_tokens > settings.round_tokens:
+            above = f"above planner.round_tokens {settings.round_tokens:,}"
+            aim = f"{round_tokens:,} tokens, {above} because the exchange takes long"
         found = [f"{training} at the speed of {len(schedule.members)} sites; the aim is {aim}"]
         if tokens > wanted:
             found.append(f"{tokens:,} tokens are more than {aim}: each site makes at least {limits.min_steps} steps")
@@ -115,7 +120,7 @@ def whole_round(
         needed = exchange.seconds * (1 / max(settings.exchange_share, 1e-3) - 1) / schedule.seconds * tokens
         found.append(
             f"the exchange takes {share:.1%} of the round, above planner.exchange_share {settings.exchange_share:.1%}: "
-            f"rounds of about {_round_up(needed):,} tokens would meet it"
+            f"rounds of about {_round_up(needed):,} tokens would meet it (planner.max_round_tokens lets them be so long)"
         )
     else:
         found.append(f"the exchange takes {share:.1%} of the round")

@@ -350,6 +350,25 @@ def test_a_dear_exchange_is_named_with_the_round_that_would_pay_it() -> None:
     assert longer.exchange_seconds / (longer.exchange_seconds + longer.train_seconds) == pytest.approx(0.05, rel=0.05)
 
 
+def test_a_round_is_made_longer_until_its_exchange_is_cheap_as_far_as_it_may_be() -> None:
+    dear = full_links(paper(), 0.2, 2e5)
+    short = plan_round(inputs(paper(), links=dear), PlannerSection(), INNER)
+    allowed = PlannerSection(max_round_tokens=10**8)
+    plan = plan_round(inputs(paper(), links=dear), allowed, INNER)
+    assert plan.planned_tokens > 2 * short.planned_tokens
+    share = plan.exchange_seconds / (plan.exchange_seconds + plan.train_seconds)
+    assert 0.045 <= share <= 0.0505
+    assert reason(plan, "above planner.round_tokens")
+    # Links a little faster or slower are no reason for another length.
+    again = plan_round(inputs(paper(), links=full_links(paper(), 0.2, 2.04e5), previous=plan), allowed, INNER)
+    assert again.planned_tokens == plan.planned_tokens
+    capped = plan_round(inputs(paper(), links=dear), PlannerSection(max_round_tokens=100_000), INNER)
+    assert 90_000 < capped.planned_tokens <= 100_000
+    assert reason(capped, "planner.max_round_tokens")
+    cheap = inputs(paper(), links=full_links(paper(), 0.0, 1e12))
+    assert plan_round(cheap, allowed, INNER) == plan_round(cheap, PlannerSection(), INNER)
+
+
 def test_the_last_round_trains_what_the_budget_leaves() -> None:
     plan = plan_round(inputs(paper(), budget_tokens=200 * SEQUENCE_LENGTH + 5), PlannerSection(), INNER)
     assert plan.planned_tokens == 200 * SEQUENCE_LENGTH

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from geomesh_p2p.config import RunConfig
+from geomesh_p2p.config import PlannerSection, RunConfig
 from geomesh_p2p.core.forecast import LinkTable, Volume, codec_seconds, folded_seconds
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, lr_scale, plan_round
 from geomesh_p2p.core.types import Assignment, Link, Plan, Range, StepReport, Term
@@ -24,6 +24,7 @@ from geomesh_p2p.lab.whatif import sent_bytes
 from geomesh_p2p.swarm.links import RATE_WEIGHT, RTT_WEIGHT
 
 ENDLESS = 2**62
+EVEN_ROUNDS = 3  # the last ones, which share what is left
 MUCH_LEFT = 100     # rounds
 ALL = "all"
 """The worker that trains what sites train together which exchange after every step."""
@@ -159,9 +160,7 @@ class _Leader:
 
     def plan(self, number: int) -> Plan:
         left = self.budget - self.committed
-        # What is left is divided evenly: a last round of a few tokens would cost an exchange, and move the anchor by noise.
-        rounds_left = max(1, round(left / self.run.planner.round_tokens))
-        settings = self.run.planner.model_copy(update={"round_tokens": -(-left // rounds_left)})
+        settings = self._of_what_is_left(left)
         if self.method.frozen and self.previous is not None and left >= self.previous.planned_tokens:
             return self._again(self.previous, number)
         # The leader's own votes and histories are the protocol's; here it is always the first site.
@@ -178,6 +177,17 @@ class _Leader:
             previous=self.previous,
         )
         return plan_round(inputs, settings, self.run.inner)
+
+    def _of_what_is_left(self, left: int) -> PlannerSection:
+        """What is left is divided evenly: a last round of a few tokens would cost an exchange, and move the anchor by noise."""
+        settings = self.run.planner
+        usual = max(settings.round_tokens, self.previous.planned_tokens if self.previous else 0)
+        rounds_left = max(1, round(left / usual))
+        if settings.max_round_tokens is None:
+            return settings.model_copy(update={"round_tokens": -(-left // rounds_left)})
+        if rounds_left > EVEN_ROUNDS:
+            return settings
+        return settings.model_copy(update={"round_tokens": -(-left // rounds_left), "max_round_tokens": None})
 
     def _again(self, plan: Plan, number: int) -> Plan:
         members, start = [], self.position
