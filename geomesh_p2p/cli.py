@@ -252,7 +252,7 @@ def _export(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.bench.command import Request, bench, table
 
-    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "out", "processes")
+    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "processes")
     asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     report = bench(_resolve(args).config, Request(**asked))
     print(table(report))
@@ -422,6 +422,8 @@ def _parser() -> _Parser:
     benchmark.add_argument("--tokens", type=int, metavar="N", help="of each training")
     about_vary = "section.key=value,value,...: each method with each of them"
     benchmark.add_argument("--vary", nargs="+", action="extend", metavar="KEY=VALUES", help=about_vary)
+    about_choice = "also ask each model N items of continuation choice on held-out text"
+    benchmark.add_argument("--choice", type=int, metavar="N", help=about_choice)
     about_engine = "virtual: real gradients, simulated clock (default); real: processes and sockets, emulated devices and links"
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
     benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")

@@ -33,6 +33,8 @@ class Request:
     engine: Literal["virtual", "real"] = "virtual"
     """virtual: real gradients, simulated clock; real: a mesh of processes on this machine, devices and links emulated."""
     out: Path = Path("runs/bench")
+    choice: int = 0
+    """So many items of continuation choice for every anchor; 0: none."""
     processes: int = 0
     """0: as many as there are cores."""
 
@@ -47,7 +49,7 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         raise ConfigError(f"--tokens {request.tokens}: less than one round of the setting, {reference} tokens")
     if not request.seeds:
         raise ConfigError("--seeds is empty: give at least one number")
-    queue = jobs(base, setting, methods, request.seeds, request.tokens)
+    queue = jobs(base, setting, methods, request.seeds, request.tokens, request.choice)
     if request.engine == "real":
         scale = real.time_scale(base, setting, request.out / "real")
         outcomes = [real.play(job, request.out, scale, to_stderr) for job in queue]

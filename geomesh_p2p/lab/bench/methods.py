@@ -19,14 +19,16 @@ Kind = Literal["rounds", "gradients", "async"]
 
 @dataclass(frozen=True)
 class Method:
-    """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds; `speed_steps`:
-    inner steps follow each site's speed, at the reference's batch; `frozen`: the first plan stands for the whole run."""
+    """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds, `longest` what
+    it may grow to where the exchange takes long; `speed_steps`: inner steps follow each site's speed, at the reference's
+    batch; `frozen`: the first plan stands for the whole run."""
 
     name: str
     about: str
     kind: Kind = "rounds"
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     length: float = 1.0
+    longest: float | None = None
     speed_steps: bool = False
     frozen: bool = False
 
@@ -43,6 +45,8 @@ class Method:
             "mode": "uniform", "batch": batch, "inner_steps": steps,
             "round_tokens": round(sequences * run.model.sequence_length),
         }  # fmt: skip
+        if self.longest is not None:
+            planner["max_round_tokens"] = round(setting.reference_round_sequences * self.longest * run.model.sequence_length)
         if self.speed_steps:
             planner |= {"mode": "fixed", "fixed": _by_speed(setting, batch, sequences)}
         inner = {"total_tokens": total_tokens}

@@ -8,13 +8,16 @@ from statistics import median
 from typing import Any
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core import choice as choices
 from geomesh_p2p.lab.bench.clock import World
+from geomesh_p2p.lab.bench.quality import against
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import Round, Stage, idle_shares
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory
 
 FP32_BYTES = 4
 GANTT_ROUNDS = 6
+REFERENCE = "diloco"
 
 
 
@@ -43,6 +46,7 @@ class Outcome:
     stages: tuple[Stage, ...]
     figures: dict[str, float | int | None]
     key: str
+    choice: choices.Outcome | None = None
 
 
 def fastest_site(setting: Setting) -> str:
@@ -121,6 +125,7 @@ def summary(
         table["curves"] = [asdict(one.curve) for one in mine]
         table["gantt"] = [_gantt(stage) for stage in mine[0].stages[:GANTT_ROUNDS]]
         table["trajectories"] = [one.key for one in mine]
+        table |= _choice(mine, [one for one in outcomes if one.method == REFERENCE])
         methods[name] = table
     return {
         "setting": setting.name,
@@ -131,6 +136,20 @@ def summary(
         "target_ppl": target_ppl,
         **about,
         "methods": methods,
+    }
+
+
+def _choice(mine: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
+    """Continuation choice; against the reference, if that has the same seeds."""
+    answers = [one.choice for one in mine if one.choice is not None]
+    if len(answers) < len(mine):
+        return {"continuation_accuracy": None, "continuation_stderr": None, "continuation_against_diloco": None}
+    theirs = [one.choice for one in reference if one.choice is not None]
+    paired = [one.seed for one in mine] == [one.seed for one in reference] and len(theirs) == len(answers)
+    return {
+        "continuation_accuracy": median(answer.accuracy for answer in answers),
+        "continuation_stderr": median(answer.stderr for answer in answers),
+        "continuation_against_diloco": against(answers, theirs) if paired else None,
     }
 
 

@@ -23,11 +23,12 @@ from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.asynchronous import race, train_race
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import Method
+from geomesh_p2p.lab.bench.quality import choice
 from geomesh_p2p.lab.bench.results import Outcome, outcome
 from geomesh_p2p.lab.bench.scaling import world_of
 from geomesh_p2p.lab.bench.settings import Setting
-from geomesh_p2p.lab.bench.timeline import ALL, Stage, gradient_rounds, rounds
-from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, trained
+from geomesh_p2p.lab.bench.timeline import ALL, Round, Stage, gradient_rounds, rounds
+from geomesh_p2p.lab.bench.trajectory import Point, trained
 from geomesh_p2p.lab.whatif import layout_from_files, volume_of
 
 VALIDATE_SHARE = 0.9       # of a reference round's tokens between two validations: after every round, and of as many tokens
@@ -44,6 +45,7 @@ class Job:
     run: RunConfig
     world: World
     budget_tokens: int
+    choice_items: int = 0
 
     @property
     def reference_tokens(self) -> int:
@@ -68,25 +70,32 @@ class Job:
     def play(self, store: Path, tell: Callable[[Point], None] = lambda _point: None) -> Outcome:
         """In virtual time, and trained."""
         volume, names = self.volume(), self.world.setting.names
-        found: Trajectory
+        stages: Sequence[Stage]
         if self.method.kind == "async":
             stages, events = race(self.run, self.world, volume.parameters, self.budget_tokens, self.reference_tokens)
             found = train_race(self.run, names, events, store, tell)
-            return outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, stages, found)
-        played = self.stages()
-        workers = [ALL] if self.method.kind == "gradients" else names
-        found = trained(self.run, workers, played, store, int(VALIDATE_SHARE * self.reference_tokens), tell)  # type: ignore[arg-type]
-        return outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, played, found)
+        else:
+            stages = self.stages()
+            played = [stage for stage in stages if isinstance(stage, Round)]
+            workers = [ALL] if self.method.kind == "gradients" else names
+            found = trained(self.run, workers, played, store, int(VALIDATE_SHARE * self.reference_tokens), tell)
+        came_to = outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, stages, found)
+        return replace(came_to, choice=choice(self.run, found, self.choice_items)) if self.choice_items else came_to
 
 
 def jobs(
-    base: RunConfig, setting: Setting, methods: Sequence[Method], seeds: Sequence[int], budget_tokens: int
+    base: RunConfig,
+    setting: Setting,
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    budget_tokens: int,
+    choice_items: int = 0,
 ) -> list[Job]:
     """By seed first, so that a matrix that is stopped has whole comparisons."""
     world = world_of(base, setting, budget_tokens)
     configs = [(method, method.run_config(base, setting, budget_tokens)) for method in methods]
     return [
-        Job(method, seed, _with_seed(run, seed), replace(world, seed=seed), budget_tokens)
+        Job(method, seed, _with_seed(run, seed), replace(world, seed=seed), budget_tokens, choice_items)
         for seed in seeds
         for method, run in configs
     ]
@@ -100,18 +109,18 @@ def varied(methods: Sequence[Method], variations: Sequence[str]) -> list[Method]
     """Each method with every combination of `section.key=value,value,...`. Raises ConfigError."""
     axes = []
     for text in variations:
-        key, _, values = text.partition("=")
+        key, _, listed = text.partition("=")
         section, _, name = key.partition(".")
-        if not (section and name and values):
+        if not (section and name and listed):
             raise ConfigError(f"--vary {text!r}: give section.key=value,value,...")
-        axes.append([(section, name, _value(value)) for value in values.split(",")])
+        axes.append([(section, name, _value(value)) for value in listed.split(",")])
     found = []
     for method in methods:
-        for choice in product(*axes):
+        for values in product(*axes):
             changes = dict(method.changes)
-            for section, name, value in choice:
+            for section, name, value in values:
                 changes[section] = {**changes.get(section, {}), name: value}
-            label = ",".join(f"{name}={value}" for _, name, value in choice)
+            label = ",".join(f"{name}={value}" for _, name, value in values)
             found.append(replace(method, name=f"{method.name}[{label}]" if label else method.name, changes=changes))
     return found
 

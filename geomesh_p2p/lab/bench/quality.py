@@ -1,0 +1,47 @@
+"""Continuation choice for what a benchmark trained; kept beside each trajectory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.choice import Outcome, outcome_of_bits, paired_difference
+from geomesh_p2p.engine.choice import held_out_items, score
+from geomesh_p2p.engine.data import load_corpus
+from geomesh_p2p.engine.model import build
+from geomesh_p2p.engine.tokenizer import load_tokenizer
+from geomesh_p2p.lab.bench.trajectory import Trajectory
+
+
+def choice(run: RunConfig, trained: Trajectory, count: int) -> Outcome:
+    """What the final anchor chooses in `count` items. All methods of a seed answer the same ones."""
+    path = trained.folder / f"choice-{count}.json"
+    if path.is_file():
+        found = json.loads(path.read_text())
+        return outcome_of_bits(found["items"], found["bits"], count)
+    tokenizer = load_tokenizer(run.dataset.tokenizer)
+    corpus = load_corpus(run.dataset, tokenizer, run.model.sequence_length, run.run.seed)
+    model = build(run.model, tokenizer.highest_id + 1, run.run.seed, "cpu", run.codec.granularity)
+    model.set_weights(trained.anchor())
+    outcome = score(model, held_out_items(corpus, tokenizer.end_of_document, count, run.run.seed))
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps({"items": outcome.items, "bits": outcome.bits}))
+    os.replace(aside, path)
+    return outcome
+
+
+def against(mine: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
+    """The paired difference for report.json, in shares; the intervals are of 95%."""
+    found = paired_difference(mine, reference)
+    return {
+        "difference": found.difference,
+        "stderr": found.stderr,
+        "low": found.low,
+        "high": found.high,
+        "by_seed": list(found.by_seed),
+        "low_over_seeds": found.low_over_seeds,
+        "high_over_seeds": found.high_over_seeds,
+    }
