@@ -251,11 +251,12 @@ def _export(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.bench.command import Request, bench, table
+    from geomesh_p2p.lab.bench.report.pages import again
 
     names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "processes")
     asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
-    report = bench(_resolve(args).config, Request(**asked))
-    print(table(report))
+    request = Request(**asked)
+    print(table(again(request.out) if args.report_only else bench(_resolve(args).config, request)))
     return 0
 
 
@@ -428,6 +429,8 @@ def _parser() -> _Parser:
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
     benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")
     benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
+    about_report = "train nothing: report.md and report.html anew from DIR/report.json"
+    benchmark.add_argument("--report-only", action="store_true", help=about_report)
 
     profile = add("profile", _profile, "Measure this device on the run's model; writes a profile for a site file.")
     profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -9,4 +9,6 @@
     trajectory.py  the training that a timeline asks for, with real gradients, kept by what it depends on
     runner.py      the queue of method x seed; resumable
     results.py     perplexity over time, and the figures of report.json
+    detail.py      what report.json tells beside them: the setting, rounds, sites
+    report/        report.md and report.html, from report.json alone
 """

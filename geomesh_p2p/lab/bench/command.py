@@ -1,8 +1,7 @@
-"""`geomesh bench`: from run file and setting to a table on stdout and FOLDER/report.json."""
+"""`geomesh bench`: from run file and setting to a table on stdout and FOLDER/report.json, .md and .html."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
 from geomesh_p2p.lab.bench.settings import load_setting
@@ -40,7 +40,7 @@ class Request:
 
 
 def bench(base: RunConfig, request: Request) -> dict[str, Any]:
-    """Runs what is missing, writes report.json and returns it. Raises ConfigError."""
+    """Runs what is missing, writes its report (report/pages.py) and returns it. Raises ConfigError."""
     setting = load_setting(request.setting)
     names = [part for name in request.methods for part in (TUNED_LENGTHS if name == TUNED else (name,))]
     methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary)
@@ -57,7 +57,7 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
     target = base.run.target_ppl or _reached_by_all(outcomes)
     about = {
-        "run": base.run.id,
+        "run_id": base.run.id,
         "parameters": queue[0].volume().parameters,
         "budget_tokens": request.tokens,
         "reference_round_tokens": reference,
@@ -67,11 +67,8 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     report = summary(setting, request.seeds, target, outcomes, about)
     if set(TUNED_LENGTHS) <= set(report["methods"]):
         report["methods"][TUNED] = _best(report["methods"])
-    request.out.mkdir(parents=True, exist_ok=True)
-    aside = request.out / "report.json.new"
-    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, request.out / "report.json")
-    to_stderr(f"report in {request.out / 'report.json'}")
+    write(request.out, report)
+    to_stderr(f"report in {request.out / 'report.html'}, report.md and report.json")
     return report
 
 

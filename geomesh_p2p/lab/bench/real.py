@@ -21,7 +21,8 @@ from typing import Any
 from geomesh_p2p.config import EmulationSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.errors import ConfigError, TemporaryError
-from geomesh_p2p.lab.bench.results import Curve, Outcome, fastest_site, limit_seconds
+from geomesh_p2p.lab.bench.detail import reasons_of
+from geomesh_p2p.lab.bench.results import Account, Curve, Outcome, fastest_site, limit_seconds
 from geomesh_p2p.lab.bench.runner import Job, Tell
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import STEADY_FROM_ROUND, Part, Stage, idle_shares
@@ -29,7 +30,8 @@ from geomesh_p2p.lab.bench.timeline import STEADY_FROM_ROUND, Part, Stage, idle_
 SECTIONS = ("run", "model", "dataset", "inner", "outer", "codec", "planner")
 FIGURES = (
     "straggler_idle_share", "straggler_idle_share_steady", "straggler_idle_share_fastest", "wan_idle_share",
-    "wan_idle_share_steady", "compute_share", "bytes_payload", "bytes_ratio_to_fp32_ring", "emulation_overrun_share",
+    "wan_idle_share_steady", "compute_share", "bytes_payload", "bytes_total", "bytes_ratio_to_fp32", "bytes_ratio_to_fp32_ring",
+    "emulation_overrun_share",
 )  # fmt: skip
 
 
@@ -133,9 +135,48 @@ class _Reported:
 
     def stage(self, tokens: int) -> Stage:
         seconds = self.line["seconds"] / self.scale
-        straggler, wan = (self.line[f"{what}_idle_share"] or 0.0 for what in ("straggler", "wan"))
-        part = Part("all", 0, tokens, seconds * (1 - straggler - wan), seconds * straggler, seconds * wan, 0.0, 0.0, 0.0)
-        return Stage(self.line["round"], self.begins, self.begins + seconds, (part,), tokens)
+        return Stage(self.line["round"], self.begins, self.begins + seconds, self._parts(seconds, tokens), tokens)
+
+    def _parts(self, seconds: float, tokens: int) -> tuple[Part, ...]:
+        """By site, from when each was done; what comes after the last is the exchange. Without that: all sites as one."""
+        done = {site: pair[1] / self.scale for site, pair in (self.line.get("finish_seconds") or {}).items()}
+        if not done:
+            straggler, wan = (self.line[f"{what}_idle_share"] or 0.0 for what in ("straggler", "wan"))
+            compute = seconds * (1 - straggler - wan)
+            return (Part("all", 0, tokens, compute, seconds * straggler, seconds * wan, 0.0, 0.0, 0.0),)
+        last = max(done.values())
+        exchange = max(0.0, seconds - last)
+        return tuple(Part(site, 0, 0, end, last - end, exchange, 0.0, 0.0, 0.0) for site, end in sorted(done.items()))
+
+
+def _account(job: Job, report: Mapping[str, Any], scale: float) -> Account:
+    """In the setting's time, as the figures are."""
+    rounds = tuple(
+        {
+            "round": line["round"],
+            "term": line["term"],
+            "members": line["members"],
+            "topology": line["topology"],
+            "planned_seconds": _divided(line["planned_seconds"], scale),
+            "seconds": line["seconds"] / scale,
+            "tokens": line["tokens"],
+            "straggler_idle_share": line["straggler_idle_share"],
+            "wan_idle_share": line["wan_idle_share"],
+            "digest": line["digest"],
+            "val_ppl": line["val_ppl"],
+            "changed": False,
+        }
+        for line in report["rounds"]
+    )
+    peers = tuple(
+        {key: _divided(value, scale) if key.endswith("_seconds") else value for key, value in peer.items()}
+        for peer in report["peers"]
+    )
+    return Account(report["digest"], rounds, peers, reasons_of(job.stages()))
+
+
+def _divided(seconds: float | None, scale: float) -> float | None:
+    return None if seconds is None else seconds / scale
 
 
 def _outcome(job: Job, report: Mapping[str, Any], scale: float) -> Outcome:
@@ -149,11 +190,14 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float) -> Outcome:
     tokens = int(report["tokens"])
     figures: dict[str, float | int | None] = {
         "rounds_committed": report["rounds_committed"],
+        "rounds_discarded": report["rounds_discarded"],
         "tokens": tokens,
+        "tokens_per_round": report["tokens_per_round"],
         "wall_seconds": clock,
         "tokens_per_second": tokens / clock,
         "final_ppl": curve.val_ppl[-1],
         "val_ppl_first": first,
+        "val_ppl_last": curve.val_ppl[-1],
         **{name: report[name] for name in FIGURES},
         "limit_seconds": limit_seconds(job.world.setting, job.run, tokens),
         "emulation_time_scale": scale,
@@ -165,7 +209,7 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float) -> Outcome:
         "virtual_straggler_idle_share_steady": expected.straggler_steady,
         "virtual_wan_idle_share_steady": expected.wan_steady,
     }
-    return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "")
+    return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=_account(job, report, scale))
 
 
 def _steady_seconds(stages: Sequence[Stage]) -> float:

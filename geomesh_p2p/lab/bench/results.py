@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core import choice as choices
+from geomesh_p2p.lab.bench import detail
 from geomesh_p2p.lab.bench.clock import World
+from geomesh_p2p.lab.bench.methods import METHODS
 from geomesh_p2p.lab.bench.quality import against
 from geomesh_p2p.lab.bench.settings import Setting
-from geomesh_p2p.lab.bench.timeline import Round, Stage, idle_shares
+from geomesh_p2p.lab.bench.timeline import Stage, idle_shares
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory
 
-FP32_BYTES = 4
-GANTT_ROUNDS = 6
 REFERENCE = "diloco"
-
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Account:
+    """What a method with one seed tells beside its figures: see detail.py. `digest` is of the last anchor."""
+
+    digest: str | None = None
+    rounds: tuple[dict[str, Any], ...] = ()
+    peers: tuple[dict[str, Any], ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One method with one seed."""
 
@@ -47,6 +56,7 @@ class Outcome:
     figures: dict[str, float | int | None]
     key: str
     choice: choices.Outcome | None = None
+    account: Account = field(default_factory=Account)
 
 
 def fastest_site(setting: Setting) -> str:
@@ -70,31 +80,39 @@ def outcome(
     idle = idle_shares(stages, fastest_site(world.setting))
     tokens, seconds = sum(stage.tokens for stage in stages), stages[-1].ends
     sent = sum(part.sent_bytes for stage in stages for part in stage.parts)
-    size = len(world.setting.sites)
-    exchanges = sum(one.plan.members[0].inner_steps if _every_step(one) else 1 for one in stages if isinstance(one, Round))
-    ring = exchanges * 2 * (size - 1) * FP32_BYTES * parameters
+    same, ring = detail.fp32_bytes(stages, parameters)
     figures: dict[str, float | int | None] = {
         "rounds_committed": len(stages),
+        "rounds_discarded": None,
         "tokens": tokens,
+        "tokens_per_round": tokens / len(stages),
         "wall_seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "final_ppl": curve.val_ppl[-1],
         "val_ppl_first": curve.val_ppl[0],
+        "val_ppl_last": curve.val_ppl[-1],
         "straggler_idle_share": idle.straggler,
         "straggler_idle_share_steady": idle.straggler_steady,
         "straggler_idle_share_fastest": idle.straggler_fastest,
+        "straggler_idle_share_settled": detail.straggler_share_settled(stages),
         "wan_idle_share": idle.wan,
         "wan_idle_share_steady": idle.wan_steady,
         "compute_share": idle.compute,
+        "emulation_overrun_share": None,
+        "emulation_time_scale": None,
         "bytes_payload": sent,
-        "bytes_ratio_to_fp32_ring": ring / sent if sent and ring else None,
+        "bytes_total": None,
+        "bytes_ratio_to_fp32": sent / same if same else None,
+        "bytes_ratio_to_fp32_ring": sent / ring if ring else None,
         "limit_seconds": limit_seconds(world.setting, run, tokens),
     }
-    return Outcome(method, seed, "virtual", curve, tuple(stages), figures, trained.key)
-
-
-def _every_step(one: Round) -> bool:
-    return len(one.plan.members) == 1 and len(one.parts) > 1
+    account = Account(
+        trained.digest,
+        detail.rounds_of(stages, dict(zip(curve.rounds, curve.val_ppl, strict=True))),
+        detail.peers_of(stages, world.setting.names),
+        detail.reasons_of(stages),
+    )
+    return Outcome(method, seed, "virtual", curve, tuple(stages), figures, trained.key, account=account)
 
 
 def _curve(stages: Sequence[Stage], points: Sequence[Point]) -> Curve:
@@ -114,26 +132,33 @@ def _curve(stages: Sequence[Stage], points: Sequence[Point]) -> Curve:
 def summary(
     setting: Setting, seeds: Sequence[int], target_ppl: float, outcomes: Sequence[Outcome], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """report.json: of every figure the median over seeds, `_min` and `_max` beside it."""
+    """report.json: of every figure the median over seeds, `_min` and `_max` beside it. `rounds`, `plan` and `gantt` are of
+    the first seed."""
     methods: dict[str, Any] = {}
+    shown = detail.gantt_seconds({one.method: one.stages for one in reversed(outcomes)})
     for name in dict.fromkeys(one.method for one in outcomes):
         mine = [one for one in outcomes if one.method == name]
-        per_seed = [{**one.figures, **_to_target(one.curve, target_ppl)} for one in mine]
-        table: dict[str, Any] = {"engine": mine[0].engine, "seeds": [one.seed for one in mine]}
+        per_seed = [{**one.figures, **_to_target(one, target_ppl)} for one in mine]
+        known = METHODS.get(name.partition("[")[0])
+        about_it = known.about if known else ""
+        table: dict[str, Any] = {"engine": mine[0].engine, "about": about_it, "seeds": [one.seed for one in mine]}
         for figure in per_seed[0]:
             table |= _spread(figure, [one[figure] for one in per_seed])
         table["curves"] = [asdict(one.curve) for one in mine]
-        table["gantt"] = [_gantt(stage) for stage in mine[0].stages[:GANTT_ROUNDS]]
+        table["rounds"] = list(mine[0].account.rounds)
+        table["peers"] = detail.over_seeds([one.account.peers for one in mine])
+        table["plan"] = list(mine[0].account.reasons)
+        table["gantt"] = detail.gantt(mine[0].stages, shown)
         table["trajectories"] = [one.key for one in mine]
+        table["digests"] = [one.account.digest for one in mine]
         table |= _choice(mine, [one for one in outcomes if one.method == REFERENCE])
         methods[name] = table
     return {
-        "setting": setting.name,
-        "setting_about": setting.about,
-        "sources": list(setting.sources),
-        "sites": [site.model_dump() for site in setting.sites],
+        **detail.setting_facts(setting),
+        "fastest_site": fastest_site(setting),
         "seeds": list(seeds),
         "target_ppl": target_ppl,
+        "gantt_seconds": shown,
         **about,
         "methods": methods,
     }
@@ -142,21 +167,24 @@ def summary(
 def _choice(mine: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
     """Continuation choice; against the reference, if that has the same seeds."""
     answers = [one.choice for one in mine if one.choice is not None]
-    if len(answers) < len(mine):
-        return {"continuation_accuracy": None, "continuation_stderr": None, "continuation_against_diloco": None}
+    known = [None] * len(mine) if len(answers) < len(mine) else answers
     theirs = [one.choice for one in reference if one.choice is not None]
-    paired = [one.seed for one in mine] == [one.seed for one in reference] and len(theirs) == len(answers)
+    paired = [one.seed for one in mine] == [one.seed for one in reference] and len(theirs) == len(answers) == len(mine)
     return {
-        "continuation_accuracy": median(answer.accuracy for answer in answers),
-        "continuation_stderr": median(answer.stderr for answer in answers),
+        **_spread("continuation_accuracy", [one and one.accuracy for one in known]),
+        **_spread("continuation_stderr", [one and one.stderr for one in known]),
         "continuation_against_diloco": against(answers, theirs) if paired else None,
     }
 
 
-def _to_target(curve: Curve, target: float) -> dict[str, float | int | None]:
-    place = curve.reached(target)
-    found = (None, None, None) if place is None else (curve.seconds[place], curve.rounds[place], curve.tokens[place])
-    return dict(zip(("time_to_target_seconds", "rounds_to_target", "tokens_to_target"), found, strict=True))
+def _to_target(one: Outcome, target: float) -> dict[str, float | int | None]:
+    place, curve = one.curve.reached(target), one.curve
+    names = ("time_to_target_seconds", "rounds_to_target", "tokens_to_target", "limit_to_target_seconds")
+    if place is None:
+        return dict.fromkeys(names)
+    tokens, limit, whole = curve.tokens[place], one.figures["limit_seconds"], one.figures["tokens"]
+    least = None if limit is None or not whole else limit * tokens / whole
+    return dict(zip(names, (curve.seconds[place], curve.rounds[place], tokens, least), strict=True))
 
 
 def _spread(name: str, values: Sequence[float | int | None]) -> dict[str, float | int | None]:
@@ -167,15 +195,3 @@ def _spread(name: str, values: Sequence[float | int | None]) -> dict[str, float 
     # Those that did not reach it are above all others.
     middle = median([*known, *[float("inf")] * (len(values) - len(known))])
     return {name: middle, f"{name}_min": known[0], f"{name}_max": known[-1] if len(known) == len(values) else None}
-
-
-def _gantt(stage: Stage) -> dict[str, Any]:
-    return {
-        "round": stage.number,
-        "begins": stage.begins,
-        "ends": stage.ends,
-        "sites": {
-            part.site: {"compute": part.compute, "straggler_idle": part.straggler_idle, "wan_idle": part.wan_idle}
-            for part in stage.parts
-        },
-    }

@@ -1,0 +1,79 @@
+"""Figures of report.json for people: how they are written, and what they are set against. Missing ones are "-"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+REFERENCE = "diloco"
+TUNED = "diloco-tuned-H"
+FIRST = "geomesh"
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith(FIRST)
+
+
+def measured(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def ratio(method: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) -> float | None:
+    a, b = method.get(key), (other or {}).get(key)
+    return a / b if measured(a) and measured(b) and b else None
+
+
+def overlap(method: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    """Whether the ranges over seeds have something in common."""
+    low, high, other_low, other_high = (m.get(f"{key}_{end}") for m in (method, other) for end in ("min", "max"))
+    if not (measured(low) and measured(high) and measured(other_low) and measured(other_high)):
+        return False
+    return low <= other_high and other_low <= high
+
+
+# ---------------------------------------------------------------- as text
+
+
+def number(value: float | None, form: str) -> str:
+    return format(value, form) if measured(value) else "-"
+
+
+def spread(method: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> str:
+    """The median; smallest and largest behind it if they differ."""
+    value = method.get(key)
+    if not measured(value):
+        return "-"
+    low, high = method.get(f"{key}_min"), method.get(f"{key}_max")
+    text = format(value * scale, form)
+    if low == high == value or not measured(low):
+        return text
+    return f"{text} ({format(low * scale, form)} .. {format(high * scale, form) if measured(high) else 'not reached'})"
+
+
+def signed(value: float | None) -> str:
+    """A ratio as a difference: 0.25 is -75.0%."""
+    return f"{value - 1:+.1%}" if measured(value) else "-"
+
+
+def percent(share: float | None) -> str:
+    return f"{share:.2%}" if measured(share) else "-"
+
+
+def times(value: float | None) -> str:
+    return f"{value:.3g} x" if measured(value) else "-"
+
+
+def short(value: float) -> str:
+    """Three figures or so, without powers of ten."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.3g} M"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1] if words else "none"

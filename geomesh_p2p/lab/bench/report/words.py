@@ -1,0 +1,242 @@
+"""What a benchmark came to in plain words. Every sentence follows from the figures: what is worse is said as what is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from geomesh_p2p.lab.bench.report.figures import (
+    FIRST,
+    REFERENCE,
+    TUNED,
+    is_ours,
+    listed,
+    measured,
+    number,
+    overlap,
+    percent,
+    ratio,
+    signed,
+)
+from geomesh_p2p.lab.bench.report.setting import slow
+
+Report = Mapping[str, Any]
+Method = Mapping[str, Any]
+MAX_OVERRUN_SHARE = 0.01
+UNEQUAL_TOKENS = 0.01
+ALIKE = 0.0005          # differences smaller than this are none
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ours, and what it is set against."""
+
+    name: str
+    ours: Method
+    other_name: str
+    other: Method
+
+
+def pair_of(report: Report, other: str = REFERENCE) -> Pair | None:
+    """`geomesh`, or else the one of ours that is first at the target, against `other`, or else the first that is not ours."""
+    methods: Mapping[str, Method] = report["methods"]
+    ours = [name for name in methods if is_ours(name)]
+    others = [name for name in methods if not is_ours(name)]
+    if other not in methods and other == REFERENCE:
+        other = others[0] if others else other
+    if not ours or other not in methods:
+        return None
+    name = FIRST if FIRST in methods else min(ours, key=lambda one: _or_endless(methods[one].get("time_to_target_seconds")))
+    return Pair(name, methods[name], other, methods[other])
+
+
+def _or_endless(value: float | None) -> float:
+    return value if measured(value) else float("inf")
+
+
+def summary(report: Report) -> list[str]:
+    """A few sentences: how much sooner, why, what is worse, which site and link are slow, what the figures are worth."""
+    pair = pair_of(report)
+    lines = []
+    if pair is None:
+        lines.append(_fastest(report))
+    else:
+        lines += [_sooner(report, pair), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
+        lines += [_worse(report, pair), *_ours_later(report)]
+    lines += _while_changed(report)
+    return [*lines, *slow(report), *_worth(report)]
+
+
+# ---------------------------------------------------------------- time
+
+
+def _fastest(report: Report) -> str:
+    seconds = {name: m.get("time_to_target_seconds") for name, m in report["methods"].items()}
+    reached = {name: value for name, value in seconds.items() if measured(value)}
+    target = f"perplexity {number(report['target_ppl'], '.3f')}"
+    if not reached:
+        return f"No method reaches {target}."
+    name = min(reached, key=lambda one: float(reached[one]))
+    return f"{name} reaches {target} first, after {reached[name]:.1f} s."
+
+
+def _sooner(report: Report, pair: Pair) -> str:
+    target = f"perplexity {number(report['target_ppl'], '.3f')}"
+    mine, theirs = (m.get("time_to_target_seconds") for m in (pair.ours, pair.other))
+    if not measured(mine):
+        return f"{pair.name} does not reach {target}; {pair.other_name} {_after(theirs)}."
+    if not measured(theirs):
+        return f"{pair.name} reaches {target} after {mine:.1f} s; {pair.other_name} does not."
+    text = f"{pair.name} reaches {target} after {mine:.1f} s, {pair.other_name} after {theirs:.1f} s"
+    text += f": {_difference(mine, theirs)}"
+    limit = ratio({"x": pair.other.get("limit_to_target_seconds")}, {"x": theirs}, "x")
+    if limit is None:
+        return text + "."
+    return f"{text}. The limit is {1 - limit:.1%} less: {pair.other_name}'s tokens with all devices busy and no byte moved."
+
+
+def _after(seconds: float | None) -> str:
+    return f"does after {seconds:.1f} s" if measured(seconds) else "does not either"
+
+
+def _difference(mine: float, theirs: float) -> str:
+    if not theirs or abs(mine / theirs - 1) < ALIKE:
+        return "no difference"
+    if mine < theirs:
+        return f"{1 - mine / theirs:.1%} less time" + (f" ({theirs / mine:.1f} times as fast)" if mine else "")
+    return f"{mine / theirs - 1:.1%} more time, it is slower"
+
+
+def _against_tuned(report: Report, pair: Pair) -> list[str]:
+    tuned = report["methods"].get(TUNED)
+    if tuned is None or pair.other_name == TUNED:
+        return []
+    mine, theirs = pair.ours.get("time_to_target_seconds"), tuned.get("time_to_target_seconds")
+    if not measured(mine) or not measured(theirs):
+        return []
+    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}"
+    limit = ratio({"x": tuned.get("limit_to_target_seconds")}, {"x": theirs}, "x")
+    return [text + (f"; the limit is {1 - limit:.1%} less." if limit is not None else ".")]
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def _why(pair: Pair) -> list[str]:
+    lines = []
+    keys = ("compute_share", "straggler_idle_share", "wan_idle_share")
+    shares = [[m.get(key) for key in keys] for m in (pair.ours, pair.other)]
+    if all(measured(value) for row in shares for value in row):
+        said = [
+            f"{name}'s sites train {row[0]:.1%} of the time, wait {row[1]:.1%} for slower sites and {row[2]:.1%} for links"
+            for name, row in zip((pair.name, pair.other_name), shares, strict=True)
+        ]
+        lines.append(f"Why: {said[0]}; {said[1]}.")
+    tokens, time = (ratio(pair.ours, pair.other, key) for key in ("tokens_to_target", "time_to_target_seconds"))
+    if tokens and time:
+        rounds = ratio(pair.ours, pair.other, "rounds_to_target")
+        text = f"{pair.name} needs {tokens:.3f} times {pair.other_name}'s tokens, {time / tokens:.3f} times the time for each"
+        if rounds:
+            text += f"; in rounds: {rounds:.3f} times as many, each {time / rounds:.3f} times as long"
+        lines.append(text + ".")
+    return lines
+
+
+def _alone(report: Report, pair: Pair) -> list[str]:
+    """What each half brings alone, if that was measured."""
+    halves = {"planning": f"{FIRST}-fp32", "signs": f"{REFERENCE}-1bit"}
+    if pair.name != FIRST or pair.other_name != REFERENCE:
+        return []
+    said = []
+    for what, name in halves.items():
+        change = ratio(report["methods"].get(name, {}), pair.other, "time_to_target_seconds")
+        if change is not None:
+            said.append(f"{what} alone ({name}) {signed(change)}")
+    both = ratio(pair.ours, pair.other, "time_to_target_seconds")
+    return [f"Time to the target against {REFERENCE}: {', '.join(said)}, both {signed(both)}."] if said and both else []
+
+
+# ---------------------------------------------------------------- what is worse
+
+# (key, what, whether more is better)
+JUDGED: tuple[tuple[str, str, bool], ...] = (
+    ("time_to_target_seconds", "time to the target", False),
+    ("wall_seconds", "time for all tokens", False),
+    ("final_ppl", "final perplexity", False),
+    ("continuation_accuracy", "continuation choice", True),
+    ("tokens_to_target", "tokens to the target", False),
+    ("straggler_idle_share", "waiting for slower sites", False),
+    ("wan_idle_share", "waiting for links", False),
+    ("bytes_payload", "bytes sent", False),
+)
+
+
+def _worse(report: Report, pair: Pair) -> str:
+    worse, better = list[str](), list[str]()
+    for key, what, more in JUDGED:
+        a, b = pair.ours.get(key), pair.other.get(key)
+        if measured(a) and measured(b):
+            if abs(a - b) > ALIKE * abs(b):
+                kind = better if (a > b) == more else worse
+                kind.append(f"{what} {_change(a, b, key)}{_certain(report, pair, key)}")
+        elif measured(a) and key == "time_to_target_seconds":
+            better.append(f"{what} ({pair.other_name} does not get there)")
+        elif measured(b) and key == "time_to_target_seconds":
+            worse.append(f"{what} ({pair.name} does not get there)")
+    text = f"Worse than {pair.other_name}: {listed(worse)}. Better: {listed(better)}."
+    tokens = ratio(pair.ours, pair.other, "tokens")
+    if tokens is not None and abs(tokens - 1) > UNEQUAL_TOKENS:
+        text += f" Final figures are not at equal tokens: {pair.name} trained {tokens:.3f} of {pair.other_name}'s."
+    return text
+
+
+def _change(mine: float, theirs: float, key: str) -> str:
+    if key == "continuation_accuracy":
+        return f"{100 * (mine - theirs):+.2f} points"
+    if key.endswith("_share"):
+        return f"{percent(mine)} instead of {percent(theirs)}"
+    return signed(mine / theirs) if theirs else f"{mine:.3g} instead of none"
+
+
+def _certain(report: Report, pair: Pair, key: str) -> str:
+    """A difference of medians means little where the seeds overlap. Of answers to the same items the interval is known."""
+    paired = pair.ours.get("continuation_against_diloco") if pair.other_name == REFERENCE else None
+    if key == "continuation_accuracy" and paired:
+        return f" (95% interval {100 * paired['low']:+.2f} to {100 * paired['high']:+.2f})"
+    several = len(pair.ours.get("seeds") or report["seeds"]) > 1
+    return " (the seeds' ranges overlap)" if several and overlap(pair.ours, pair.other, key) else ""
+
+
+def _ours_later(report: Report) -> list[str]:
+    """Methods of ours that lose to plain DiLoCo."""
+    reference = report["methods"].get(REFERENCE)
+    if reference is None or not measured(reference.get("time_to_target_seconds")):
+        return []
+    late = []
+    for name, method in report["methods"].items():
+        change = ratio(method, reference, "time_to_target_seconds")
+        if is_ours(name) and (change is None or change > 1 + ALIKE):
+            late.append(f"{name} ({signed(change) if change else 'not at all'})")
+    return [f"Later at the target than {REFERENCE}: {listed(late)}."] if late else []
+
+
+def _while_changed(report: Report) -> list[str]:
+    known = {name: m.get("straggler_idle_share_settled") for name, m in report["methods"].items() if "is" not in m}
+    said = [f"{name} {percent(value)}" for name, value in known.items() if measured(value)]
+    if not said:
+        return []
+    return [f"From the third round of a change of the setting until its end, sites wait for slower ones: {', '.join(said)}."]
+
+
+# ---------------------------------------------------------------- what the figures are worth
+
+
+def _worth(report: Report) -> list[str]:
+    lines = []
+    if len(report["seeds"]) == 1:
+        lines.append("One seed: how far the figures scatter is not known.")
+    overrun = [name for name, m in report["methods"].items() if (m.get("emulation_overrun_share") or 0.0) > MAX_OVERRUN_SHARE]
+    if overrun:
+        lines.append(f"Emulated speeds were not kept (overrun above 1%), so the idle figures are not valid: {listed(overrun)}.")
+    return lines

@@ -1,0 +1,385 @@
+"""The benchmark's report: what is worse is said as what is better, nothing is missing, invented or fetched."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.command import TUNED, _best
+from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
+from geomesh_p2p.lab.bench.report.tables import training_table
+from geomesh_p2p.lab.bench.report.words import summary
+from geomesh_p2p.lab.bench.settings import load_setting
+from tests.unit.bench_reports import DIGEST, report
+from tests.unit.benching import place, setting
+
+# As in the interface of report.json, for `mesh` and `bench` alike, and for `bench` alone.
+FIGURES = """
+    rounds_committed rounds_discarded tokens wall_seconds val_ppl_first val_ppl_last time_to_target_seconds straggler_idle_share
+    straggler_idle_share_steady straggler_idle_share_fastest wan_idle_share wan_idle_share_steady compute_share
+    emulation_overrun_share emulation_time_scale bytes_payload bytes_total bytes_ratio_to_fp32 bytes_ratio_to_fp32_ring
+    rounds_to_target tokens_to_target final_ppl continuation_accuracy continuation_stderr
+    """.split()
+ROUND = "round term members topology planned_seconds seconds straggler_idle_share wan_idle_share digest val_ppl".split()
+PEER = """
+    site peer_id rounds digest batch inner_steps tokens compute_seconds data_wait_seconds straggler_idle_seconds
+    wan_idle_seconds codec_seconds control_seconds bytes_sent bytes_received restarts
+    """.split()
+METHODS = {"diloco": 10.0, "diloco-2x": 10.0, "diloco-4x": 10.0, "diloco-1bit": 10.1, "async": 11.0, "ddp": 9.9,
+           "geomesh-fp32": 10.0, "geomesh": 10.2}  # fmt: skip
+NOTHING = ("continuation_accuracy", "continuation_stderr", "bytes_total", "rounds_discarded")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = report(tmp_path_factory.mktemp("report"), METHODS)
+    found["methods"][TUNED] = _best(found["methods"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(whole: dict[str, Any]) -> dict[str, str]:
+    return pages(whole)
+
+
+def pair(ours: Mapping[str, Any], other: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """A report of two methods with little more than what is given. Shares are the same for both."""
+    same = {"engine": "virtual", "tokens": 1000, "straggler_idle_share": 0.1, "wan_idle_share": 0.2, "compute_share": 0.7}
+    return {
+        "setting": "made-up", "setting_about": "two methods", "seeds": [1, 2], "target_ppl": 5.0, "sites": [], "links": {},
+        "methods": {"diloco": {**same, **other}, "geomesh": {**same, **ours}}, **fields,
+    }  # fmt: skip
+
+
+def spread(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    return {name: value, f"{name}_min": low, f"{name}_max": high}
+
+
+def said(found: Mapping[str, Any]) -> str:
+    return "\n".join(summary(found))
+
+
+# ---------------------------------------------------------------- in words
+
+
+def test_what_is_better_and_what_is_worse_are_both_said() -> None:
+    ours = {"time_to_target_seconds": 25.0, **spread("final_ppl", 5.2, 5.19, 5.21), "bytes_payload": 3.0, "seeds": [1, 2]}
+    other = {"time_to_target_seconds": 100.0, **spread("final_ppl", 5.0, 4.99, 5.01), "bytes_payload": 90.0, "seeds": [1, 2],
+             "limit_to_target_seconds": 20.0}  # fmt: skip
+    text = said(pair(ours, other))
+    assert "75.0% less time (4.0 times as fast)" in text
+    assert "The limit is 80.0% less" in text
+    worse, better = text.split("Worse than diloco: ")[1].split("Better: ")
+    assert "final perplexity +4.0%" in worse
+    assert "overlap" not in worse
+    assert "time to the target -75.0%" in better
+    assert "bytes sent -96.7%" in better
+
+
+def test_a_method_of_ours_that_is_slower_is_called_so() -> None:
+    text = said(pair({"time_to_target_seconds": 120.0, "final_ppl": 4.9}, {"time_to_target_seconds": 100.0, "final_ppl": 5.0}))
+    assert "20.0% more time, it is slower" in text
+    assert "Worse than diloco: time to the target +20.0%. Better: final perplexity -2.0%." in text
+    assert "Later at the target than diloco: geomesh (+20.0%)." in text
+
+
+def test_where_nothing_is_worse_it_says_none_and_where_the_seeds_overlap_it_says_that() -> None:
+    ours = {"time_to_target_seconds": 50.0, **spread("final_ppl", 4.99, 4.9, 5.1), "seeds": [1, 2]}
+    other = {"time_to_target_seconds": 100.0, **spread("final_ppl", 5.0, 4.95, 5.05), "seeds": [1, 2]}
+    text = said(pair(ours, other))
+    assert "Worse than diloco: none." in text
+    assert "final perplexity -0.2% (the seeds' ranges overlap)" in text
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "wanted"),
+    [
+        (None, 100.0, "geomesh does not reach perplexity 5.000; diloco does after 100.0 s."),
+        (50.0, None, "geomesh reaches perplexity 5.000 after 50.0 s; diloco does not."),
+        (None, None, "geomesh does not reach perplexity 5.000; diloco does not either."),
+    ],
+)
+def test_a_target_that_is_not_reached_is_said(mine: float | None, theirs: float | None, wanted: str) -> None:
+    text = said(pair({"time_to_target_seconds": mine}, {"time_to_target_seconds": theirs}))
+    assert wanted in text
+    if theirs and not mine:
+        assert "Worse than diloco: time to the target (geomesh does not get there)" in text
+
+
+def test_time_is_taken_apart_into_tokens_and_seconds_a_token_and_into_rounds() -> None:
+    ours = {"time_to_target_seconds": 30.0, "tokens_to_target": 1100, "rounds_to_target": 5}
+    other = {"time_to_target_seconds": 100.0, "tokens_to_target": 1000, "rounds_to_target": 10}
+    text = said(pair(ours, other))
+    assert "geomesh needs 1.100 times diloco's tokens, 0.273 times the time for each" in text
+    assert "in rounds: 0.500 times as many, each 0.600 times as long" in text
+
+
+def test_unequal_tokens_one_seed_and_broken_emulation_are_said() -> None:
+    found = pair({"tokens": 900, "final_ppl": 5.1}, {"final_ppl": 5.0, "emulation_overrun_share": 0.05}, seeds=[1])
+    text = said(found)
+    assert "not at equal tokens: geomesh trained 0.900 of diloco's" in text
+    assert "One seed" in text
+    assert "not valid: diloco" in text
+
+
+def test_continuation_choice_is_better_if_it_is_higher() -> None:
+    text = said(pair({"continuation_accuracy": 0.36, "seeds": [1]}, {"continuation_accuracy": 0.35, "seeds": [1]}))
+    assert "Better: continuation choice +1.00 points" in text
+
+
+def test_of_continuation_choice_the_interval_is_said() -> None:
+    paired = {"difference": -0.012, "low": -0.02, "high": -0.004}
+    ours = {"continuation_accuracy": 0.338, "continuation_stderr": 0.01, "continuation_against_diloco": paired}
+    found = pair(ours, {"continuation_accuracy": 0.35})
+    assert "Worse than diloco: continuation choice -1.20 points (95% interval -2.00 to -0.40)" in said(found)
+    assert "33.80% +- 1.00%; -1.20 points against diloco (95%: -2.00 to -0.40)" in training_table(found).rows[1]
+
+
+def test_the_slowest_link_and_the_slowest_site_are_named() -> None:
+    harsh = load_setting("harsh")
+    found = report_of_setting(harsh)
+    text = said(found)
+    assert "The slowest site is rtx6000ada: 11.9 sequences/s, 8.1 times slower than h100." in text
+    assert "The slowest link is a100 to l40s: 20 Mbit/s" in text
+    equal = said(report_of_setting(load_setting("homogeneous")))
+    assert "All sites are equally fast." in equal
+    assert "All links have the same rate, 820 Mbit/s" in equal
+    far = said(report_of_setting(load_setting("azure4")))
+    assert "The longest round trip is" in far
+    regions = said(report_of_setting(load_setting("halos")))
+    assert "and 15 more, all between r1 and r3" in regions
+
+
+def report_of_setting(where: Any) -> dict[str, Any]:
+    from geomesh_p2p.lab.bench.detail import setting_facts
+
+    return {**pair({}, {}), **setting_facts(where), "rate_scale": 0.001}
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_report_json_has_every_figure_and_null_where_virtual_time_has_none(whole: dict[str, Any]) -> None:
+    json.dumps(whole, allow_nan=False)
+    for name, method in whole["methods"].items():
+        for figure in FIGURES:
+            assert {figure, f"{figure}_min", f"{figure}_max"} <= method.keys(), (name, figure)
+        assert all(method[figure] is None for figure in NOTHING)
+        assert method["digests"] == [DIGEST] * 3
+        assert all(one.keys() >= set(ROUND) for one in method["rounds"])
+        assert [peer["site"] for peer in method["peers"]] == ["far", "near"]
+        assert all(peer.keys() >= set(PEER) for peer in method["peers"])
+        assert sum(one["tokens"] for one in method["rounds"]) == method["tokens"]
+
+
+def test_ratios_of_bytes_are_shares_as_in_a_meshs_report(whole: dict[str, Any]) -> None:
+    """fp32 in a reduce sends what the ring sends; signs a thirty-second of it, and their magnitudes."""
+    fp32, signs, gradients = (whole["methods"][name] for name in ("diloco", "diloco-1bit", "ddp"))
+    assert fp32["bytes_ratio_to_fp32_ring"] == pytest.approx(1)
+    assert fp32["bytes_ratio_to_fp32"] == pytest.approx(1)
+    assert gradients["bytes_ratio_to_fp32_ring"] == pytest.approx(1)
+    assert 1 / 32 < signs["bytes_ratio_to_fp32_ring"] == pytest.approx(signs["bytes_payload"] / fp32["bytes_payload"], rel=0.1)
+    assert whole["methods"]["async"]["bytes_ratio_to_fp32_ring"] is None
+
+
+def test_the_limit_to_the_target_is_that_of_its_tokens(whole: dict[str, Any]) -> None:
+    for method in whole["methods"].values():
+        share = method["tokens_to_target"] / method["tokens"]
+        assert method["limit_to_target_seconds"] == pytest.approx(share * method["limit_seconds"])
+        assert method["limit_to_target_seconds"] <= method["time_to_target_seconds"]
+
+
+def test_rounds_of_a_change_count_from_its_third_on(tmp_path: Path) -> None:
+    where = setting(changes=[{"site": "near", "speed": 0.25, "begins_share": 0.3, "ends_share": 0.8}])
+    found = report(tmp_path, {"geomesh": 10.0, "geomesh-static": 10.0}, (1,), where)
+    planned, static = (found["methods"][name]["straggler_idle_share_settled"] for name in ("geomesh", "geomesh-static"))
+    assert planned < static
+    assert "From the third round of a change" in said(found)
+    changed = [one["changed"] for one in found["methods"]["geomesh"]["rounds"]]
+    assert True in changed
+    assert not changed[0]
+    assert "pictures/changes.svg" in pages(found)
+
+
+# ---------------------------------------------------------------- the pages
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Collects text and cells, and whether every element is closed in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.drawn = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loads += [f"{tag} {name}={value}" for name, value in attrs
+                       if name in ("src", "href", "xlink:href", "srcset") and not (value or "").startswith("#")]  # fmt: skip
+        self.drawn += tag == "svg"
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def parsed(text: str) -> Page:
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    return page
+
+
+def test_the_page_is_well_formed_and_needs_nothing_but_itself(drawn: dict[str, str]) -> None:
+    text = drawn[HTML]
+    page = parsed(text)
+    assert page.drawn == 5
+    assert page.loads == []
+    assert len(page.ids) == len(set(page.ids))
+    assert not re.search(r"https?:|<script|@import|url\((?!#)", text)
+    references = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+    assert references <= set(page.ids)
+
+
+def test_every_method_and_site_is_on_both_pages_and_in_the_pictures(whole: dict[str, Any], drawn: dict[str, str]) -> None:
+    found = drawn
+    for text in (found[HTML], found[MARKDOWN]):
+        for name in (*whole["methods"], "far", "near", "device of far", "two sites"):
+            assert name in text, name
+    for name in METHODS:
+        assert f">{name}<" in found["pictures/gantt.svg"], name
+        assert f">{name}<" in found["pictures/perplexity.svg"], name
+    for name in ("far", "near"):
+        assert f">{name}<" in found["pictures/gantt.svg"]
+
+
+def test_figures_on_the_pages_are_those_of_the_report(whole: dict[str, Any], drawn: dict[str, str]) -> None:
+    found = drawn
+    cells = parsed(found[HTML]).cells
+    for method in whole["methods"].values():
+        low, high = method["final_ppl_min"], method["final_ppl_max"]
+        text = f"{method['final_ppl']:.3f} ({low:.3f} .. {high:.3f})"
+        assert text in cells
+        assert f"| {text} |" in found[MARKDOWN]
+        assert f"{method['wan_idle_share']:.2%}" in cells
+        assert f"{method['limit_to_target_seconds']:.1f}" in cells
+        assert f"{method['bytes_payload'] / 1e6:,.1f}" in cells
+        change = method["time_to_target_seconds"] / whole["methods"]["diloco"]["time_to_target_seconds"] - 1
+        assert f"{change:+.1%}" in cells
+
+
+def test_pictures_are_xml_and_the_same_report_gives_the_same_bytes(whole: dict[str, Any], drawn: dict[str, str]) -> None:
+    found = drawn
+    for name, text in found.items():
+        if name.endswith(".svg"):
+            ElementTree.fromstring(text)
+            assert "#010203" not in text
+            assert "currentColor" in text
+    assert pages(json.loads(json.dumps(whole))) == found
+
+
+def test_what_is_missing_is_a_dash_and_breaks_nothing(whole: dict[str, Any]) -> None:
+    bare = json.loads(json.dumps(whole))
+    for method in bare["methods"].values():
+        for key, value in method.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                method[key] = None
+        method |= {"curves": [{key: [] for key in curve} for curve in method["curves"]], "gantt": [], "rounds": [], "peers": [],
+                   "plan": []}  # fmt: skip
+    bare["target_ppl"] = None
+    bare["links"] = bare["rate_scale"] = bare["stands_for_parameters"] = None
+    found = pages(bare)
+    parsed(found[HTML])
+    assert "None" not in found[MARKDOWN]
+    assert "nan" not in found[MARKDOWN]
+    assert not any(name.endswith(".svg") for name in found)
+
+
+@pytest.mark.parametrize("names", [("ddp",), ("geomesh",), ("async", "geomesh"), ("diloco", "async")])
+def test_any_choice_of_methods_has_a_report(names: tuple[str, ...], tmp_path: Path) -> None:
+    found = report(tmp_path, {name: METHODS[name] for name in names}, (1,), target=0.5)
+    assert "nan" not in pages(found)[MARKDOWN]
+    parsed(pages(found)[HTML])
+
+
+def test_one_site_has_a_report(tmp_path: Path) -> None:
+    alone = setting(sites=[place("only", 0.1)], links={}, reference_round_sequences=8)
+    parsed(pages(report(tmp_path, {"diloco": 10.0, "geomesh": 10.0}, (1,), alone))[HTML])
+
+
+def test_names_are_text_not_markup(whole: dict[str, Any]) -> None:
+    odd = json.loads(json.dumps(whole))
+    odd["methods"] = {f"{name}[codec=<b>|&x]": method for name, method in odd["methods"].items()}
+    text = pages(odd)
+    parsed(text[HTML])
+    assert "<b>" not in text[HTML]
+    assert "codec=<b>\\|&x" in text[MARKDOWN]
+
+
+def test_without_matplotlib_there_are_tables(whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    import sys
+
+    for name in [one for one in sys.modules if one.partition(".")[0] == "matplotlib" or "bench.report." in one]:
+        if not name.endswith((".pages", ".words", ".tables", ".figures", ".blocks", ".setting")):
+            monkeypatch.delitem(sys.modules, name)
+    import geomesh_p2p.lab.bench.report as room
+
+    for name in ("plots", "style", "gantt"):
+        monkeypatch.delattr(room, name, raising=False)
+    found = pages(whole)
+    assert sorted(found) == [HTML, MARKDOWN]
+    assert NO_PICTURES in found[MARKDOWN]
+    assert "geomesh" in found[MARKDOWN]
+
+
+def test_pages_are_made_again_from_the_file_alone(whole: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, whole)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path in before:
+        if path.suffix != ".json":
+            path.unlink()
+    assert again(tmp_path) == json.loads(json.dumps(whole))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"methods": 3}'])
+def test_what_is_no_report_is_a_users_mistake(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ConfigError, match="geomesh bench"):
+        again(tmp_path)
