@@ -13,14 +13,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from geomesh_p2p import cli
 from geomesh_p2p.errors import ConfigError
-from geomesh_p2p.lab.bench.command import TUNED, _best
+from geomesh_p2p.lab.bench.command import TUNED, Request, _best, bench, table
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
 from geomesh_p2p.lab.bench.report.tables import training_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.settings import load_setting
-from tests.unit.bench_reports import DIGEST, report
-from tests.unit.benching import place, setting
+from tests.unit.bench_reports import BUDGET, DIGEST, report
+from tests.unit.benching import place, run_config, setting
 
 # As in the interface of report.json, for `mesh` and `bench` alike, and for `bench` alone.
 FIGURES = """
@@ -142,6 +143,14 @@ def test_of_continuation_choice_the_interval_is_said() -> None:
     found = pair(ours, {"continuation_accuracy": 0.35})
     assert "Worse than diloco: continuation choice -1.20 points (95% interval -2.00 to -0.40)" in said(found)
     assert "33.80% +- 1.00%; -1.20 points against diloco (95%: -2.00 to -0.40)" in training_table(found).rows[1]
+
+
+def test_the_other_methods_are_told_in_brief_and_without_ours_the_first_and_the_best() -> None:
+    found = pair({"time_to_target_seconds": 50.0, "final_ppl": 5.0}, {"time_to_target_seconds": 100.0, "final_ppl": 5.0})
+    found["methods"]["async"] = {"engine": "virtual", "time_to_target_seconds": 40.0, "final_ppl": 5.5}
+    assert "against the others: async +25.0%, -9.1%." in said(found)
+    del found["methods"]["geomesh"]
+    assert "async reaches perplexity 5.000 first, after 40.0 s. The lowest final perplexity is 5.000, of diloco." in said(found)
 
 
 def test_the_slowest_link_and_the_slowest_site_are_named() -> None:
@@ -383,3 +392,35 @@ def test_what_is_no_report_is_a_users_mistake(text: str | None, tmp_path: Path) 
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(ConfigError, match="geomesh bench"):
         again(tmp_path)
+
+
+def test_the_command_writes_all_files_prints_the_table_and_makes_the_pages_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    request = Request(setting_file(tmp_path), ("diloco", "geomesh"), tokens=BUDGET, out=out, processes=1)
+    report = bench(run_config(tmp_path), request)
+    printed = table(report)
+    assert {"report.json", "report.md", "report.html", "pictures"} <= {path.name for path in out.iterdir()}
+    assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report))
+    before = (out / "report.html").read_text()
+    (out / "report.html").unlink()
+    assert cli.main(["bench", "configs/quickstart.toml", "--report-only", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == printed + "\n"
+    assert (out / "report.html").read_text() == before
+
+
+def setting_file(folder: Path) -> str:
+    path = folder / "two.toml"
+    path.write_text("""
+        about = "two sites"
+        reference_round_sequences = 16
+        reference_batch = 4
+        stands_for_parameters = 1000000
+        sites = [
+            { name = "far", device = "slow", fixed_seconds = 0.0, sequence_seconds = 0.4, max_batch = 8 },
+            { name = "near", device = "fast", fixed_seconds = 0.0, sequence_seconds = 0.1, max_batch = 8 },
+        ]
+        links = { most_mbps = 8 }
+    """)
+    return str(path)

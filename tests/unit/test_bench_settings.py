@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,12 @@ def test_a_region_that_the_matrix_lacks_is_named(tmp_path: Path) -> None:
 def test_a_name_close_to_a_shipped_one() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'azur4' \(did you mean azure4\?\): azure4, azure8, drift, "):
         load_setting("azur4")
+
+
+def test_the_example_of_the_manual_is_a_setting(tmp_path: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", manual, re.DOTALL)
+    (tmp_path / "own.toml").write_text(example, encoding="utf-8")
+    found = load_setting(str(tmp_path / "own.toml"))
+    assert found.names == ("frankfurt", "oregon")
+    assert found.rtts[0, 1] == pytest.approx(0.145)

@@ -167,12 +167,12 @@ def summary(
 def _choice(mine: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
     """Continuation choice; against the reference, if that has the same seeds."""
     answers = [one.choice for one in mine if one.choice is not None]
-    known = [None] * len(mine) if len(answers) < len(mine) else answers
+    known = answers if len(answers) == len(mine) else []
     theirs = [one.choice for one in reference if one.choice is not None]
-    paired = [one.seed for one in mine] == [one.seed for one in reference] and len(theirs) == len(answers) == len(mine)
+    paired = [one.seed for one in mine] == [one.seed for one in reference] and len(theirs) == len(known) > 0
     return {
-        **_spread("continuation_accuracy", [one and one.accuracy for one in known]),
-        **_spread("continuation_stderr", [one and one.stderr for one in known]),
+        **_spread("continuation_accuracy", [one.accuracy for one in known]),
+        **_spread("continuation_stderr", [one.stderr for one in known]),
         "continuation_against_diloco": against(answers, theirs) if paired else None,
     }
 

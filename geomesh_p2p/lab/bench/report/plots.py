@@ -29,6 +29,7 @@ from geomesh_p2p.lab.bench.report.style import (
     WIDTH,
     Report,
     bars,
+    columns_for,
     looks_of,
     methods_of,
     name_rows,
@@ -74,7 +75,7 @@ def _perplexity(report: Report) -> Figure | None:
     if not methods:
         return None
     looks, target = looks_of(report), report["target_ppl"]
-    figure = Figure(figsize=(WIDTH, 4.2 + 0.18 * math.ceil(len(methods) / 4)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2 + 0.18 * math.ceil(len(methods) / columns_for(methods))), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name, method in sorted(methods.items(), key=lambda item: is_ours(item[0])):      # ours are drawn over the others
         colour, dashes = looks[name]
@@ -99,7 +100,7 @@ def _perplexity(report: Report) -> Figure | None:
             axes.axhline(target, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
     _perplexity_scale(left, methods, target)
     left.set_ylabel("validation perplexity")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns_for(methods))
     return figure
 
 
@@ -219,5 +220,5 @@ def _changes(report: Report) -> Figure | None:
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.grid()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns_for(methods))
     return figure

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -122,6 +122,11 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
+
+
+def columns_for(names: Iterable[str]) -> int:
+    """Of a legend, so that it fits the width."""
+    return max(1, min(4, 100 // (6 + max(map(len, names)))))
 
 
 def tall(rows: int, other: float = 1.0) -> Figure:

@@ -63,7 +63,7 @@ def summary(report: Report) -> list[str]:
         lines.append(_fastest(report))
     else:
         lines += [_sooner(report, pair), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
-        lines += [_worse(report, pair), *_ours_later(report)]
+        lines += [_worse(report, pair), *_others(report, pair), *_ours_later(report)]
     lines += _while_changed(report)
     return [*lines, *slow(report), *_worth(report)]
 
@@ -75,10 +75,13 @@ def _fastest(report: Report) -> str:
     seconds = {name: m.get("time_to_target_seconds") for name, m in report["methods"].items()}
     reached = {name: value for name, value in seconds.items() if measured(value)}
     target = f"perplexity {number(report['target_ppl'], '.3f')}"
+    finals = {name: value for name, m in report["methods"].items() if measured(value := m.get("final_ppl"))}
+    best = min(finals, key=lambda one: float(finals[one]), default=None)
+    lowest = f" The lowest final perplexity is {finals[best]:.3f}, of {best}." if best is not None else ""
     if not reached:
-        return f"No method reaches {target}."
+        return f"No method reaches {target}.{lowest}"
     name = min(reached, key=lambda one: float(reached[one]))
-    return f"{name} reaches {target} first, after {reached[name]:.1f} s."
+    return f"{name} reaches {target} first, after {reached[name]:.1f} s.{lowest}"
 
 
 def _sooner(report: Report, pair: Pair) -> str:
@@ -206,6 +209,18 @@ def _certain(report: Report, pair: Pair, key: str) -> str:
         return f" (95% interval {100 * paired['low']:+.2f} to {100 * paired['high']:+.2f})"
     several = len(pair.ours.get("seeds") or report["seeds"]) > 1
     return " (the seeds' ranges overlap)" if several and overlap(pair.ours, pair.other, key) else ""
+
+
+def _others(report: Report, pair: Pair) -> list[str]:
+    """The other methods that are not ours, in brief."""
+    said = []
+    for name, other in report["methods"].items():
+        if is_ours(name) or name in (pair.other_name, TUNED):
+            continue
+        changes = [ratio(pair.ours, other, key) for key in ("time_to_target_seconds", "final_ppl")]
+        if changes != [None, None]:
+            said.append(f"{name} {signed(changes[0])}, {signed(changes[1])}")
+    return [f"{pair.name}'s time to the target and final perplexity against the others: {'; '.join(said)}."] if said else []
 
 
 def _ours_later(report: Report) -> list[str]:
