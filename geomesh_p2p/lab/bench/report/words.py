@@ -39,15 +39,20 @@ class Pair:
 
 
 def pair_of(report: Report, other: str = REFERENCE) -> Pair | None:
-    """`geomesh`, or else the one of ours that is first at the target, against `other`, or else the first that is not ours."""
+    """`geomesh` against `other`. Where there are only variants of one of them, the one that is first at the target stands for
+    it; where there is no diloco at all, the first of the others."""
     methods: Mapping[str, Method] = report["methods"]
+
+    def first(names: list[str]) -> str:
+        return min(names, key=lambda name: _or_endless(methods[name].get("time_to_target_seconds")))
+
     ours = [name for name in methods if is_ours(name)]
     others = [name for name in methods if not is_ours(name)]
-    if other not in methods and other == REFERENCE:
-        other = others[0] if others else other
+    if other not in methods and other == REFERENCE and others:
+        other = first([name for name in others if name.startswith(f"{REFERENCE}[")] or others)
     if not ours or other not in methods:
         return None
-    name = FIRST if FIRST in methods else min(ours, key=lambda one: _or_endless(methods[one].get("time_to_target_seconds")))
+    name = FIRST if FIRST in methods else first(ours)
     return Pair(name, methods[name], other, methods[other])
 
 
