@@ -13,7 +13,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e4e7; --page: #16171a; --faint: #a0a0a8; --line: #3a3b40; --band: #1f2024; }
 }
-body { margin: 2rem auto; padding: 0 1rem; max-width: 62rem; color: var(--ink); background: var(--page);
+body { margin: 2rem auto; padding: 0 1rem; max-width: 66rem; color: var(--ink); background: var(--page);
   font: 15px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1rem; margin-bottom: 0.4rem; }
@@ -21,7 +21,8 @@ ul { padding-left: 1.2rem; } li { margin: 0.25rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; margin: 0.6rem 0; }
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th { color: var(--faint); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+th { color: var(--faint); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 tbody tr:nth-child(even) { background: var(--band); }
 table.text th, table.text td { text-align: left; }
 figure { margin: 1.2rem 0; } figcaption { color: var(--faint); font-size: 0.85rem; }
