@@ -161,6 +161,9 @@ class PlannerSection(Section):
     """auto: the faster by prediction in mode planned, gather in the others."""
     grace_seconds: PositiveFloat = 2.0
     """A member later than its predicted finish by this (and 20%) is asked to close."""
+    overlap: Literal["none", "delayed"] = "none"
+    """delayed: whoever waits for a round's update begins the next round, and applies the update when it is there. Mode planned
+    only."""
 
 
 class NetSection(Section):

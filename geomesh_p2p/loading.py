@@ -211,6 +211,9 @@ def run_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield clash("planner.min_steps", "planner.max_steps", "not be above")
     if config.planner.max_steps_ratio < 1:
         yield ("planner.max_steps_ratio",), f"{show('planner.max_steps_ratio')} must be at least 1"
+    if config.planner.overlap != "none" and config.planner.mode != "planned":
+        why = "how many steps are done early depends on timing, and so would the digest"
+        yield ("planner.overlap", "planner.mode"), f"{show('planner.overlap')} needs planner.mode = \"planned\": {why}"
     if config.net.heartbeat_seconds * 2 > config.net.heartbeat_limit_seconds:
         yield clash("net.heartbeat_seconds", "net.heartbeat_limit_seconds", "be at most half of")
     yield from allow_problems(config.net.allow)

@@ -4,6 +4,8 @@ A run is a log of 1-bit updates and the model is the fold of that log. The mesh 
 the log: train for a plan, or fold a committed update. A round that is discarded needs no work: every round begins from
 the anchor. Who leads, who is lost, what is committed and what is sent again is decided elsewhere; here is only what
 happens to the weights.
+
+If a plan lets it (planner.overlap), a peer goes on training while its round's update is on its way: core/ahead.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from geomesh_p2p.config import CodecSection, OuterSection
-from geomesh_p2p.core import codec, outer
+from geomesh_p2p.core import ahead, codec, outer
 from geomesh_p2p.core.anchors import part_of
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout
@@ -26,6 +28,7 @@ from geomesh_p2p.core.ports import (
     Closes,
     Engine,
     FoldUpdate,
+    InnerResult,
     LocalRound,
     Made,
     MakeAnew,
@@ -35,8 +38,29 @@ from geomesh_p2p.core.ports import (
     TrainRound,
     ValidateAll,
     Vector,
+    WorkWaits,
 )
-from geomesh_p2p.core.types import Contribution, PeerId
+from geomesh_p2p.core.types import Assignment, Contribution, PeerId, Plan
+
+
+@dataclass
+class Ahead:
+    """What is trained of the round after `plan`, on the positions that `mine` reserves. `sent` are the weights that `plan`'s
+    contribution was made from, until its update is folded."""
+
+    plan: Plan
+    mine: Assignment
+    sent: Vector | None
+    done: InnerResult | None = None
+    stopped: bool = False                        # for want of data
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.done is None else self.done.steps
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.stopped and self.steps < self.mine.ahead_steps
 
 
 @dataclass
@@ -54,13 +78,19 @@ class LocalModel:
     round: int = 0                               # that of the anchor
     hashed: tuple[int, int, Digest] | None = None  # (round, part, hash) of a part of it
     lost: bool = False                           # it is not that of its round, and has to be made anew first
+    ahead: Ahead | None = None                   # what the weights have that belongs to the next round
 
 
 async def train(mesh: Mesh, model: LocalModel) -> None:
     """Work until the mesh has no more for this peer. Everything that blocks runs in one worker thread, in order."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
-        while (work := await mesh.next_work()) is not None:
+        while True:
+            if model.ahead is not None and model.ahead.goes_on and not mesh.has_work():
+                # The update is on its way: in the meantime the next round's first steps.
+                mesh.trained_ahead(await loop.run_in_executor(worker, go_ahead, mesh, model))
+            if (work := await mesh.next_work()) is None:
+                break
             match work:
                 case TrainRound():
                     # Plan -> inner steps -> contribution. Its bytes leave at once, also while others still compute.
@@ -97,6 +127,9 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
     """Validate this member's share of the anchor, run its inner steps, encode the pseudo-gradient."""
     plan, mine = work.plan, work.mine
     started = time.perf_counter()
+    # The first steps may be done already.
+    early = model.ahead if model.ahead is not None and _begins(model.ahead, plan, mine) else None
+    model.ahead = early
     # What this peer begins from, in few bytes: the others compare it with theirs (core/anchors.py).
     _, anchor_part = hash_part(model)
     state = b"" if work.content is None else work.content(model.state.anchor, model.state.momentum)
@@ -104,7 +137,11 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
     nats, tokens = validate_anchor(model, share, of, not work.validate, lambda: mesh.should_close(plan))
     validation_seconds = time.perf_counter() - started
 
-    result = model.engine.train(mine, plan, lambda: mesh.should_close(plan), time.monotonic())
+    before = None if early is None else early.done
+    rest_plan, rest = ahead.steps_left(plan, mine, 0 if early is None else early.steps)
+    result = model.engine.train(rest, rest_plan, lambda: mesh.should_close(plan), time.monotonic())
+    result = ahead.together(before, result)
+    model.ahead = None
 
     # delta = anchor - weights (+ residual), as signs and magnitudes. Anything not finite: abstain, and say so.
     begun = time.perf_counter()
@@ -118,6 +155,8 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
             reason = f"{encoded.tensor} is not finite after the inner steps"
         else:
             payload, hashed = encoded, digest_bytes(encoded)
+            if mine.ahead:
+                model.ahead = Ahead(plan, mine, np.array(weights))
     seconds = time.perf_counter() - begun
     contribution = Contribution(
         peer=model.peer,
@@ -135,31 +174,74 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
         state=state,
     )
     unsaid = None if model.residual is None else float(np.linalg.norm(model.residual))
-    return LocalRound(contribution, payload, result, seconds, validation_seconds, unsaid)
+    earlier = (0.0, 0.0) if before is None else (before.seconds, before.data_wait_seconds)
+    return LocalRound(contribution, payload, result, seconds, validation_seconds, unsaid, *earlier)
+
+
+def _begins(begun: Ahead, plan: Plan, mine: Assignment) -> bool:
+    """Whether what was trained ahead is the beginning of this assignment, from this base."""
+    return begun.sent is None and begun.plan.round + 1 == plan.round and ahead.goes_on(begun.mine, begun.steps, mine)
+
+
+def go_ahead(mesh: WorkWaits, model: LocalModel) -> InnerResult:
+    """Steps of the next round, until there is other work or no more of them."""
+    begun = model.ahead
+    assert begun is not None
+    plan, mine = ahead.steps_ahead(begun.plan, begun.mine, begun.steps)
+    result = model.engine.train(mine, plan, mesh.has_work, time.monotonic())
+    begun.stopped = bool(result.stopped) and not mesh.has_work()
+    begun.done = ahead.together(begun.done, result)
+    return result
 
 
 def validate_anchor(
     model: LocalModel, share: int, of: int, skip: bool = False, should_close: Callable[[], bool] | None = None
 ) -> tuple[float, int]:
-    """Put the weights on the anchor; (nats, tokens) of the share-th of `of` parts of the validation set, (0, 0) if skipped."""
+    """Put the weights on the anchor; (nats, tokens) of the share-th of `of` parts of the validation set, (0, 0) if skipped.
+    What was trained ahead is in the weights again afterwards."""
+    if model.ahead is None:
+        model.engine.set_weights(model.state.anchor)
+        return (0.0, 0) if skip else model.engine.validate(share, of, should_close)
+    if skip:
+        return 0.0, 0
+    kept = np.array(model.engine.weights())
     model.engine.set_weights(model.state.anchor)
-    return (0.0, 0) if skip else model.engine.validate(share, of, should_close)
+    found = model.engine.validate(share, of, should_close)
+    model.engine.set_weights(kept)
+    return found
 
 
 def fold(model: LocalModel, work: FoldUpdate) -> float:
-    """Apply a committed update to the anchor, advance the residual if it was ours too, and go on from the anchor."""
+    """Apply a committed update to the anchor, advance the residual if it was ours too, and go on from the anchor, with what was
+    trained since the contribution if that is in the update."""
     begun = time.perf_counter()
     if model.lost:
-        model.round = work.update.round
+        model.round, model.ahead = work.update.round, None
         return 0.0
+    sent = model.engine.weights() if model.ahead is None or model.ahead.sent is None else model.ahead.sent
     if model.codec.residual and work.own_payload is not None:
         model.residual = codec.new_residual(
-            model.layout, model.state.anchor, model.engine.weights(), model.codec, work.own_payload, model.residual
+            model.layout, model.state.anchor, sent, model.codec, work.own_payload, model.residual
         )
     outer.apply_update(model.state, model.layout, model.codec, model.outer, work.update, work.body)
     model.round = work.update.round
-    model.engine.set_weights(model.state.anchor)
+    _rebase(model, work)
     return time.perf_counter() - begun
+
+
+def _rebase(model: LocalModel, work: FoldUpdate) -> None:
+    """weights = anchor + (weights - those sent), or the anchor if nothing was trained ahead that counts."""
+    begun, anchor = model.ahead, model.state.anchor
+    counts = begun is not None and begun.plan.round == work.update.round and work.own_payload is not None
+    if begun is None or begun.sent is None or not counts:
+        model.ahead = None
+        model.engine.set_weights(anchor)
+        return
+    weights = begun.sent
+    np.subtract(model.engine.weights(), weights, out=weights)
+    np.add(anchor, weights, out=weights)
+    begun.sent = None
+    model.engine.set_weights(weights)
 
 
 def hash_part(model: LocalModel) -> tuple[int, Digest]:
@@ -180,7 +262,7 @@ def replace_state(model: LocalModel, anchor: Vector, momentum: Vector) -> None:
     model.state.anchor[:] = anchor
     model.state.momentum[:] = momentum
     model.residual = None  # residuals are each peer's own; losing one is harmless
-    model.hashed, model.lost = None, False
+    model.hashed, model.lost, model.ahead = None, False, None
     model.engine.set_weights(model.state.anchor)
 
 
@@ -188,6 +270,7 @@ def roll_back(model: LocalModel, work: RollBack) -> Made:
     made = work.rebuild(work.update.round)
     model.round = work.update.round
     model.engine.forget_inner()
+    model.ahead = None
     if made is None:
         model.lost = True
         return "lost"

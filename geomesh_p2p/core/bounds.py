@@ -14,7 +14,7 @@ from geomesh_p2p.core.anchors import well_formed
 from geomesh_p2p.core.forecast import LARGEST_BATCH
 from geomesh_p2p.core.log import covers, merged
 from geomesh_p2p.core.messages import Heartbeat
-from geomesh_p2p.core.types import Assignment, Contribution, Link, PeerId, Plan, Profile, Term
+from geomesh_p2p.core.types import Assignment, Contribution, Link, PeerId, Plan, Profile, Range, Term
 
 SECONDS_A_STEP = (1e-6, 1e5)
 CURVE_POINTS = 256
@@ -140,6 +140,10 @@ def part_fault(part: Sequence[float], own: Sequence[float]) -> str:
 # ---------------------------------------------------------------- plans
 
 
+def _positions(ranges: Sequence[Range]) -> int:
+    return sum(r.stop - r.start for r in ranges)
+
+
 def plan_fault(plan: Plan) -> str:
     """Why a plan cannot be carried out by anybody, in words; empty if it can as far as its own figures say."""
     if plan.attempt < 1 or plan.planned_tokens < 0 or plan.committed_tokens < 0:
@@ -156,10 +160,12 @@ def plan_fault(plan: Plan) -> str:
             return f"{member.inner_steps} steps in {member.finish_seconds:g} s for {member.site}"
         if not 0 < member.lr_scale <= 1e3:
             return f"a learning rate scale of {member.lr_scale:g} for {member.site}"
-    if any(not 0 <= r.start < r.stop for member in plan.members for r in member.ranges):
+        if _positions(member.ahead) != member.ahead_steps * member.batch or member.ahead_steps >= member.inner_steps:
+            return f"{_positions(member.ahead)} positions ahead for {member.site}, which has {member.inner_steps} steps"
+    ranges = [r for member in plan.members for r in (*member.ranges, *member.ahead)]
+    if any(not 0 <= r.start < r.stop for r in ranges):
         return "positions that are none"
-    ranges = [r for member in plan.members for r in member.ranges]
-    if sum(len(r) for r in ranges) != sum(len(r) for r in merged(ranges)):
+    if _positions(ranges) != _positions(merged(ranges)):
         return "positions given to two members"
     if (plan.topology == "reduce") != bool(plan.shares) or (plan.shares and len(plan.shares) != len(sites)):
         return f"{len(plan.shares)} shares for {len(sites)} members"

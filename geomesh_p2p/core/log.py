@@ -34,6 +34,41 @@ def covers(outer: Iterable[Range], inner: Iterable[Range]) -> bool:
     return all(any(w.start <= r.start and r.stop <= w.stop for w in whole) for r in merged(inner))
 
 
+def first_positions(ranges: Iterable[Range], count: int) -> tuple[Range, ...]:
+    """The first `count` positions of `ranges`, as ranges."""
+    taken: list[Range] = []
+    for part in ranges:
+        if count <= 0:
+            break
+        stop = min(part.stop, part.start + count)
+        if stop > part.start:
+            taken.append(Range(part.start, stop))
+            count -= stop - part.start
+    return tuple(taken)
+
+
+def later_positions(ranges: Iterable[Range], count: int) -> tuple[Range, ...]:
+    """All but the first `count` positions of `ranges`, as ranges."""
+    left: list[Range] = []
+    for part in ranges:
+        start = min(part.stop, part.start + max(0, count))
+        count -= start - part.start
+        if start < part.stop:
+            left.append(Range(start, part.stop))
+    return tuple(left)
+
+
+def joined(*parts: Iterable[Range]) -> tuple[Range, ...]:
+    """All positions in the order given, in as few ranges as that takes."""
+    result: list[Range] = []
+    for r in (r for part in parts for r in part if r.start < r.stop):
+        if result and result[-1].stop == r.start:
+            result[-1] = Range(result[-1].start, r.stop)
+        else:
+            result.append(r)
+    return tuple(result)
+
+
 class Credited:
     """A growing set of credited positions; no position is credited twice."""
 

@@ -18,7 +18,7 @@ from geomesh_p2p.config import InnerSection, PlannerSection
 from geomesh_p2p.core import reasons
 from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.forecast import Exchange, LinkTable, Volume, choose_exchange, equal_exchange, step_times
-from geomesh_p2p.core.log import is_quorum, merged
+from geomesh_p2p.core.log import first_positions, is_quorum, joined, merged
 from geomesh_p2p.core.search import IDLE_AIM, TOKEN_SLACKS, Schedule, Work, evaluate, search
 from geomesh_p2p.core.types import Assignment, Bystander, Link, PeerId, Plan, Profile, Range, StepReport, Term
 from geomesh_p2p.core.windows import Constraints, Limits, Members, knee, options
@@ -31,6 +31,9 @@ LONGER = 1.1      # rounds are lengthened by this, or by its powers
 SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
 LR_SCALES = (0.5, 2.0)
+AHEAD_MARGIN = 1.5  # of the time from the last finish to the next plan, so much may be trained ahead, and at most
+AHEAD_SHARE = 0.5   # of a member's steps
+PLANNING_SECONDS = 0.2
 
 
 # ---------------------------------------------------------------- what the planner is given
@@ -63,13 +66,14 @@ class Sites:
 @dataclass(frozen=True)
 class WorkLeft:
     """What there is to train and to send. `next_positions` are the lowest ranges of the stream that are not credited, more
-    than a round can use; `budget_tokens` is what may still be trained in all, None without a limit."""
+    than a round can use; `budget_tokens` is what may still be trained in all, None without a limit. `last`: none follows."""
 
     volume: Volume
     sequence_length: int
     next_positions: tuple[Range, ...]
     committed_tokens: int = 0
     budget_tokens: int | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,11 @@ class _Ground:
         whole steps of LONGER, so that links that are measured anew each round do not change them."""
         settings, seconds = self.settings, self.exchange(schedule.members).seconds
         share = max(settings.exchange_share, 1e-3)
-        if settings.max_round_tokens is None or seconds <= share * (seconds + schedule.seconds):
+        idle = self.idle_exchange(schedule.members, schedule.seconds)
+        if settings.max_round_tokens is None or idle <= share * (idle + schedule.seconds):
             return False
-        needed = seconds * (1 / share - 1) / schedule.seconds * schedule.sequences * self.inputs.work.sequence_length
+        needed = self.limits.training_for(seconds, share) / schedule.seconds * schedule.sequences
+        needed *= self.inputs.work.sequence_length
         steps = math.ceil(math.log(needed / settings.round_tokens, LONGER) - 1e-9)
         longer = min(settings.max_round_tokens, math.ceil(settings.round_tokens * LONGER**steps))
         if longer <= self.round_tokens:
@@ -160,7 +166,12 @@ class _Ground:
             sequences=max(1, min(self.round_tokens, budget) // work.sequence_length),
             exact=work.budget_tokens is not None and budget <= self.round_tokens,
             critical_batch=None if critical is None else critical / work.sequence_length,
+            ahead_share=AHEAD_SHARE if self.overlaps else 0.0,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        return self.settings.overlap == "delayed" and not self.inputs.work.last
 
     def allowed(self, members: Members) -> bool:
         peers = [self.peers[i] for i in members]
@@ -206,6 +217,26 @@ class _Ground:
         found = search(times, choices, self.limits, constraints)
         return replace(found, members=tuple(among[k] for k in found.members))
 
+    def idle_exchange(self, members: Members, train_seconds: float) -> float:
+        return float(self.limits.idle_exchange(self.exchange(members).seconds, train_seconds))
+
+    def begun(self, site: int, work: Work) -> tuple[Range, ...]:
+        """What the plan before reserved for a site to train ahead, as the first positions of its `work`; nothing if that has
+        another batch. It may have done all of it, or none."""
+        previous, slot = self.inputs.previous, self.inputs.slot
+        before = previous.of(self.peers[site]) if previous is not None and previous.round == slot.round - 1 else None
+        if before is None or before.batch != work.batch:
+            return ()
+        found = first_positions(before.ahead, min(before.ahead_steps, work.steps - 1) * work.batch)
+        return () if without(found, self.inputs.work.next_positions) else found
+
+    def ahead(self, site: int, work: Work, members: Members) -> int:
+        """Steps of the next round that a site may do while this one's update is on its way."""
+        if not self.overlaps:
+            return 0
+        wait = AHEAD_MARGIN * (self.exchange(members).seconds + PLANNING_SECONDS)
+        return min(math.ceil(wait / self.times[site].step(work.batch)), int(AHEAD_SHARE * work.steps))
+
     def evaluated(self, members: Members, works: Sequence[Work], window: tuple[int, int]) -> Schedule:
         return evaluate(self.times, members, works, window, self.limits, self.exchange(members).seconds)
 
@@ -219,10 +250,10 @@ def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
     payload = ground.inputs.work.volume.payload_bytes
 
     def cost(members: Members) -> float:
-        return 1 / sum(rates[i] for i in members) + ground.exchange(members).seconds / schedule.sequences
+        return 1 / sum(rates[i] for i in members) + ground.idle_exchange(members, schedule.seconds) / schedule.sequences
 
     kept, dropped = schedule.members, dict[int, str]()
-    while len(kept) > 1 and ground.exchange(kept).seconds > SITE_GAIN * schedule.seconds:
+    while len(kept) > 1 and ground.idle_exchange(kept, schedule.seconds) > SITE_GAIN * schedule.seconds:
         pairs = ground.links.only(kept)
         slowest = int(np.argmax(payload / pairs.rates + pairs.rtts / 2))
         candidates = {kept[slowest // len(kept)], kept[slowest % len(kept)], min(kept, key=lambda i: (rates[i], i))}
@@ -264,7 +295,9 @@ def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, dict[int, reason
             pinned[i] = a.batch
     if pinned:
         same = ground.search(free.members, pinned)
-        if same.members == free.members and same.objective <= enough and same.idle <= max(IDLE_AIM, free.idle):
+        # With another batch, what was trained ahead would be lost: a little more idle time is the better choice.
+        idle = 2 * IDLE_AIM if ground.overlaps else IDLE_AIM
+        if same.members == free.members and same.objective <= enough and same.idle <= max(idle, free.idle):
             return same, dict.fromkeys(pinned, "batch")
     return free, {}
 
@@ -341,13 +374,13 @@ def _assembled(
     """`old` has the assignments that keep their ranges; the others' are taken from the next positions, in site order."""
     slot, work, settings = ground.inputs.slot, ground.inputs.work, ground.settings
     held = old or [None] * len(schedule.members)
-    taken = [r for assignment in held if assignment for r in assignment.ranges]
-    fresh = [w.sequences for w, assignment in zip(schedule.works, held, strict=True) if assignment is None]
-    ranges = iter(hand_out(fresh, without(work.next_positions, taken)))
+    given = _positions(ground, schedule, held)
     members = []
-    for i, w, assignment, text in zip(schedule.members, schedule.works, held, why, strict=True):
+    for i, w, kept, (ranges, ahead), text in zip(schedule.members, schedule.works, held, given, why, strict=True):
         times = ground.times[i]
         scale, scale_reason = lr_scale(w.batch, inner)
+        if kept is None:
+            text = (*text, scale_reason, *([reasons.ahead(sum(map(len, ahead)) // w.batch)] if ahead else []))
         members.append(
             Assignment(
                 peer=times.peer,
@@ -355,10 +388,11 @@ def _assembled(
                 batch=w.batch,
                 inner_steps=w.steps,
                 last_batch=w.last,
-                ranges=assignment.ranges if assignment else next(ranges),
+                ranges=ranges,
                 lr_scale=scale,
                 finish_seconds=times.finish(w.batch, w.steps, w.last),
-                reasons=text if assignment else (*text, scale_reason),
+                reasons=text,
+                ahead=ahead,
             )
         )
     exchange = ground.exchange(schedule.members)
@@ -383,6 +417,29 @@ def _assembled(
             ground.slowest(schedule.members), ground.round_tokens,
         ),
     )
+
+
+def _positions(
+    ground: _Ground, schedule: Schedule, held: Sequence[Assignment | None]
+) -> list[tuple[tuple[Range, ...], tuple[Range, ...]]]:
+    """(positions, positions ahead) of each member: those of `held`, else what it may have begun already and then the lowest
+    that are free, in site order, those ahead after all others."""
+    retry = any(held)  # the next round's plan follows this round's first one, which has no newcomers
+    fresh = [
+        None if assignment else (
+            ground.begun(i, w), w.sequences, 0 if retry else w.batch * ground.ahead(i, w, schedule.members)
+        )
+        for i, w, assignment in zip(schedule.members, schedule.works, held, strict=True)
+    ]
+    taken = [r for assignment in held if assignment for r in (*assignment.ranges, *assignment.ahead)]
+    taken += [r for one in fresh if one for r in one[0]]
+    counts = [one[1] - sum(map(len, one[0])) for one in fresh if one] + [one[2] for one in fresh if one]
+    new = hand_out(counts, without(ground.inputs.work.next_positions, taken))
+    rest, ahead = iter(new[: len(new) // 2]), iter(new[len(new) // 2 :])
+    return [
+        (assignment.ranges, assignment.ahead) if assignment else (joined(one[0] if one else (), next(rest)), next(ahead))
+        for assignment, one in zip(held, fresh, strict=True)
+    ]
 
 
 def lr_scale(batch: int, inner: InnerSection) -> tuple[float, str]:

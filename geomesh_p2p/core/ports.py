@@ -361,6 +361,9 @@ class LocalRound:
     validation_seconds: float
     residual_norm: float | None = None
     """Of what earlier contributions had left unsaid, which is in this one; None if that is not kept, or nothing."""
+    ahead_seconds: float = 0.0
+    """Of `result.seconds`: what was spent before the plan was here (core/ahead.py)."""
+    ahead_data_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -424,7 +427,13 @@ class Closes(Protocol):
         ...
 
 
-class Mesh(Closes, Protocol):
+class WorkWaits(Protocol):
+    def has_work(self) -> bool:
+        """Whether the next piece of work is here: whoever trains ahead then stops. Called from the worker thread."""
+        ...
+
+
+class Mesh(Closes, WorkWaits, Protocol):
     """What the algorithm needs from the other peers: its next piece of work, in the order of the log, and an ear."""
 
     async def next_work(self) -> Work | None:
@@ -432,6 +441,10 @@ class Mesh(Closes, Protocol):
         ...
 
     def contribute(self, plan: Plan, local: LocalRound) -> None: ...
+
+    def trained_ahead(self, result: InnerResult) -> None:
+        """Steps of the round after that of the last contribution have just been done."""
+        ...
 
     def folded(self, update: Update, part: int, part_hash: Digest, codec_seconds: float) -> None:
         """`update` is in the anchor, whose part number `part` then has this hash."""

@@ -60,6 +60,10 @@ def new_member() -> tuple[str, ...]:
     return ("joined at this attempt: fresh positions, and no more steps than the round is long",)
 
 
+def ahead(steps: int) -> str:
+    return f"may begin the next round with {steps} steps while this one's update is on its way (planner.overlap = delayed)"
+
+
 def again(old: tuple[str, ...]) -> tuple[str, ...]:
     kept = "batch, steps and positions as in the attempt before: nothing is trained twice"
     return (*old, kept) if kept not in old else old
@@ -115,15 +119,20 @@ def whole_round(
         if exchange.other_seconds < exchange.seconds:
             text += ", too little gain to change"
     found.append(text)
-    share = exchange.seconds / (exchange.seconds + schedule.seconds)
+    idle_exchange, subject = float(limits.idle_exchange(exchange.seconds, schedule.seconds)), "the exchange"
+    share = idle_exchange / (idle_exchange + schedule.seconds)
+    if limits.ahead_share:
+        through = "it" if not idle_exchange else f"{exchange.seconds - idle_exchange:.4g} s of it"
+        found.append(f"planner.overlap = {settings.overlap}: the next round's first steps are trained through {through}")
+        subject = "what is left of the exchange"
     if share > settings.exchange_share and settings.mode == "planned":
-        needed = exchange.seconds * (1 / max(settings.exchange_share, 1e-3) - 1) / schedule.seconds * tokens
+        needed = limits.training_for(exchange.seconds, max(settings.exchange_share, 1e-3)) / schedule.seconds * tokens
         found.append(
-            f"the exchange takes {share:.1%} of the round, above planner.exchange_share {settings.exchange_share:.1%}: "
+            f"{subject} takes {share:.1%} of the round, above planner.exchange_share {settings.exchange_share:.1%}: "
             f"rounds of about {_round_up(needed):,} tokens would meet it (planner.max_round_tokens lets them be so long)"
         )
     else:
-        found.append(f"the exchange takes {share:.1%} of the round")
+        found.append(f"{subject} takes {share:.1%} of the round")
     if slowest:
         found.append(f"slowest way: {slowest}")
     if guessed_links:

@@ -79,7 +79,8 @@ def evaluate(
     idle = sum(seconds - f for f in finish) / (seconds * len(finish))
     worth = limits.worth(np.array([work.batch for work in works], dtype=np.float64))
     effective = float(sum(work.sequences * e for work, e in zip(works, worth, strict=True)))
-    return Schedule(members, tuple(works), *window, seconds, idle, (seconds + exchange_seconds) / effective)
+    added = float(limits.idle_exchange(exchange_seconds, seconds))
+    return Schedule(members, tuple(works), *window, seconds, idle, (seconds + added) / effective)
 
 
 def search(times: Sequence[StepTimes], choices: Sequence[Integers], limits: Limits, constraints: Constraints) -> Schedule:
@@ -115,7 +116,8 @@ def fit(
     total, ends, effective = sequences.sum(axis=0), finish.max(axis=0), worth.sum(axis=0)
     idle = (ends - finish).mean(axis=0) / np.where(ends > 0, ends, 1.0)
     effective *= np.minimum(1.0, window.sequences / np.maximum(total, 1.0))  # what is too much will be taken off
-    objective = np.where(possible, (ends + exchange_seconds) / np.where(possible, effective, 1.0), np.inf)
+    whole = ends + limits.idle_exchange(exchange_seconds, ends)
+    objective = np.where(possible, whole / np.where(possible, effective, 1.0), np.inf)
     at = _choose(total, idle, ends / np.where(possible, effective, 1.0), objective, window.sequences, limits.exact)
     works = [Work.of(int(b), int(n)) for b, n in zip(batch[:, at], sequences[:, at], strict=True)]
     if total[at] > window.sequences:

@@ -129,7 +129,8 @@ class Assignment:
     """One member's part of a round.
 
     `inner_steps` counts all inner steps; the last one takes `last_batch` sequences, the others `batch`.
-    The lengths of `ranges` sum to batch * (inner_steps - 1) + last_batch.
+    The lengths of `ranges` sum to batch * (inner_steps - 1) + last_batch. `ahead` is the beginning of its next assignment,
+    whole steps of the same batch: what it may train while this round's update is on its way (core/ahead.py).
     """
 
     peer: PeerId
@@ -141,10 +142,19 @@ class Assignment:
     lr_scale: float
     finish_seconds: float
     reasons: tuple[str, ...] = ()
+    ahead: tuple[Range, ...] = ()
 
     @property
     def sequences(self) -> int:
         return self.batch * (self.inner_steps - 1) + self.last_batch
+
+    @property
+    def ahead_steps(self) -> int:
+        return sum(r.stop - r.start for r in self.ahead) // self.batch
+
+    @property
+    def ahead_seconds(self) -> float:
+        return self.finish_seconds * self.ahead_steps * self.batch / self.sequences
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,8 @@ class Plan:
     """What the leader assigns for one attempt of a round. Members are ordered by site name.
 
     `shares` has one (start, stop) of parameters per member, in member order, and covers the parameter vector; it is
-    empty in a gather. Predicted figures are in seconds from the plan's arrival.
+    empty in a gather. Predicted figures are in seconds from the plan's arrival, `finish_seconds` and `train_seconds` as if
+    nothing of the round had been trained before.
     """
 
     run: Digest
@@ -190,6 +201,16 @@ class Plan:
 
     def of(self, peer: PeerId) -> Assignment | None:
         return next((member for member in self.members if member.peer == peer), None)
+
+    @property
+    def idle_exchange_seconds(self) -> float:
+        """The part of the exchange for which somebody has nothing to train."""
+        return max(0.0, self.exchange_seconds - min((member.ahead_seconds for member in self.members), default=0.0))
+
+    @property
+    def round_seconds(self) -> float:
+        """From one commit to the next: what is trained during the exchange is the next round's, as its own first steps were."""
+        return self.train_seconds + self.idle_exchange_seconds
 
 
 # ---------------------------------------------------------------- what a round adds

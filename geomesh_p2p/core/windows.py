@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,8 @@ Members = tuple[int, ...]
 @dataclass(frozen=True)
 class Limits:
     """`sequences` is the aim for the whole round, exceeded only where `min_steps` demands it; `exact`: all of them (the
-    rest of a budget) rather than a few fewer. `critical_batch` is in sequences, None if unknown."""
+    rest of a budget) rather than a few fewer. `critical_batch` is in sequences, None if unknown. Of an exchange, as much is
+    trained through as takes `ahead_share` of the round's training."""
 
     min_steps: int
     max_steps: int
@@ -47,6 +49,18 @@ class Limits:
     sequences: int
     exact: bool = False
     critical_batch: float | None = None
+    ahead_share: float = 0.0
+
+    def idle_exchange(self, exchange_seconds: float, train_seconds: Any) -> Any:
+        """What an exchange adds to a round of training; for a number or an array."""
+        if not self.ahead_share:
+            return exchange_seconds
+        return np.maximum(0.0, exchange_seconds - self.ahead_share * train_seconds)
+
+    def training_for(self, exchange_seconds: float, share: float) -> float:
+        """Seconds of training with which what an exchange adds is this share of the round."""
+        ratio = 1 / share - 1
+        return exchange_seconds * ratio / (1 + self.ahead_share * ratio)
 
     def worth(self, batch: Array) -> Array:
         """e(b): how much a sequence in a step of `batch` sequences counts."""
@@ -218,20 +232,23 @@ def best_windows(
     lows = _lows(limits, COARSE if len(times) <= SMALL_MESH else COARSER)
     tries = rough.tries(lows, True)
     if not tries:
-        return _ranked(rough.tries(lows, False), exchange)
+        return _ranked(rough.tries(lows, False), limits, exchange)
     place = lows.index(min(tries, key=lambda t: (t.cost, t.window.low)).window.low)
     below, above = lows[max(0, place - 1)], lows[min(len(lows) - 1, place + 1)]
     between = {round(low) for low in np.linspace(below, above, FINE).tolist()} - set(lows)
     tries += rough.tries(sorted(between), True)
     if not limits.exact:
         tries += rough.stretched(limits.min_steps)
-    return _ranked(tries, exchange)
+    return _ranked(tries, limits, exchange)
 
 
-def _ranked(tries: Sequence[_Try], exchange_seconds: float) -> list[Window]:
-    found = [(t.cost * (1 + exchange_seconds / t.window.seconds), t) for t in tries]
-    best = min(score for score, _ in found)
-    found = [(score, t) for score, t in found if score <= best * (1 + ROUNDING_GAIN)]
+def _ranked(tries: Sequence[_Try], limits: Limits, exchange_seconds: float) -> list[Window]:
+    def score(t: _Try) -> float:
+        return t.cost * (1 + float(limits.idle_exchange(exchange_seconds, t.window.seconds)) / t.window.seconds)
+
+    found = [(score(t), t) for t in tries]
+    best = min(price for price, _ in found)
+    found = [(price, t) for price, t in found if price <= best * (1 + ROUNDING_GAIN)]
     found.sort(key=lambda item: (max(item[0], best * (1 + TIE)), -item[1].room, item[1].window.low))
     distinct: dict[tuple[Members, tuple[int, ...]], Window] = {}
     for _, t in found:

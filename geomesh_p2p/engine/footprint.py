@@ -90,6 +90,8 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
     ]
     if run.codec.residual:
         parts.append(Part("residual", 2 * copy))
+    if run.planner.overlap != "none":
+        parts.append(Part("weights that were sent", 2 * copy))
     if cuda:
         parts.append(Part("CUDA's context", CUDA_CONTEXT_BYTES, on_device=True))
     return parts

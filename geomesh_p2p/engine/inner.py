@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from geomesh_p2p.config import InnerSection
+from geomesh_p2p.core.log import first_positions
 from geomesh_p2p.core.observations import TrainingProgress
 from geomesh_p2p.core.ports import InnerResult
-from geomesh_p2p.core.types import Assignment, Plan, Range
+from geomesh_p2p.core.types import Assignment, Plan
 from geomesh_p2p.engine.device import Pacer
 from geomesh_p2p.engine.feed import Feed, Starved
 from geomesh_p2p.engine.model import FlatModel
@@ -237,16 +238,3 @@ def run_round(
         learning_rate=rate,
         stopped=stopped,
     )
-
-
-def first_positions(ranges: Iterable[Range], count: int) -> tuple[Range, ...]:
-    """The first `count` positions of `ranges`, as ranges."""
-    taken: list[Range] = []
-    for part in ranges:
-        if count <= 0:
-            break
-        stop = min(part.stop, part.start + count)
-        if stop > part.start:
-            taken.append(Range(part.start, stop))
-            count -= stop - part.start
-    return tuple(taken)

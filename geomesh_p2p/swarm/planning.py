@@ -51,6 +51,7 @@ class LeadersPlanner:
                 sequence_length=self.run.model.sequence_length,
                 next_positions=RoundLog(log).next_ranges(ALL_POSITIONS),
                 committed_tokens=log.tokens,
+                last=need.round >= self.run.run.rounds,
             ),
             previous=need.previous or self.previous,
         )

@@ -15,7 +15,7 @@ from geomesh_p2p.core.messages import Finished
 from geomesh_p2p.core.ports import InnerResult, LocalRound, Observer, PeerTraffic, Transport
 from geomesh_p2p.core.types import PeerId, Plan, StepReport, Term, Update
 from geomesh_p2p.swarm.membership import Membership
-from geomesh_p2p.swarm.stopwatch import Stopwatch, times_of
+from geomesh_p2p.swarm.stopwatch import Ahead, Stopwatch, times_of
 
 NO_WORK = InnerResult(
     tokens=0, ranges=(), steps=0, loss=math.nan, seconds=0.0, data_wait_seconds=0.0, step_seconds=(), skipped_steps=0,
@@ -34,6 +34,7 @@ class RoundBook:
         self._observe = observe
         self._watches: dict[int, Stopwatch] = {}  # by round: the next plan may come before the last update is folded
         self._opened = opened
+        self._ahead: list[Ahead] = []            # what was trained of the next round since then
         self._committed: dict[int, tuple[Term, str, int, tuple[str, ...]]] = {}
         self._voters: tuple[PeerId, ...] = ()
         self._traffic: dict[PeerId, PeerTraffic] = {}
@@ -60,6 +61,10 @@ class RoundBook:
             if whole:
                 self.last_step_report = StepReport(self.me, mine.batch, median(whole))
 
+    def trained_ahead(self, result: InnerResult, now: float) -> None:
+        """Steps of the round after have just ended."""
+        self._ahead.append(Ahead(now - result.seconds, now, result.data_wait_seconds))
+
     def member_finished(self, message: Finished, arrived: float, rtt_seconds: float) -> None:
         watch = self._watches.get(message.contribution.round)
         if watch is not None:
@@ -77,8 +82,8 @@ class RoundBook:
         """`update` is in the anchor; it took `fold_seconds`."""
         watch = self._watches.pop(update.round, None)
         self._watches = {round: later for round, later in self._watches.items() if round > update.round}
-        times = times_of(watch, self._opened, now, fold_seconds)
-        self._opened = now
+        times = times_of(watch, self._opened, now, fold_seconds, self._ahead)
+        self._opened, self._ahead = now, []
         who = self._committed.pop(update.round, (Term(0, ""), "", 0, ()))
         self._observe(self._observation(update, watch, times, who))
         ppl = validation_of(update)
@@ -117,7 +122,7 @@ class RoundBook:
             learning_rate=result.learning_rate,
             planned_finish_seconds=mine.finish_seconds if mine else 0.0,
             finish_seconds=result.seconds,
-            planned_seconds=plan.train_seconds + plan.exchange_seconds if plan else 0.0,
+            planned_seconds=plan.round_seconds if plan else 0.0,
             times=times,
             validation_seconds=local.validation_seconds if local else 0.0,
             step_seconds_median=median(result.step_seconds) if result.step_seconds else 0.0,

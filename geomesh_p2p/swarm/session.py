@@ -25,6 +25,7 @@ from geomesh_p2p.core.ports import (
     AdoptState,
     Clock,
     FoldUpdate,
+    InnerResult,
     LocalRound,
     Made,
     MakeAnew,
@@ -94,7 +95,7 @@ class Session:
         self.replica = replica
         self.planning = planning
         self.profile = profile
-        self.bench = Bench(Listeners(self._contributed, self._folded, self._validated, self._made_anew))
+        self.bench = Bench(Listeners(self._contributed, self._trained_ahead, self._folded, self._validated, self._made_anew))
         self._teller = Teller(replica, around.membership, around.links, around.observe)
         self.book = RoundBook(profile.peer, around.membership, around.transport, around.observe, around.clock())
         self.outcome: tuple[int, str] | None = None
@@ -504,6 +505,9 @@ class Session:
             self.around.observe(obs.Warned("abstained", f"round {job.plan.round}: abstains, {local.contribution.reason}"))
         self._beat_now.set()  # the leader plans the next round with this round's step time
         self._hand_in(job)
+
+    def _trained_ahead(self, result: InnerResult) -> None:
+        self.book.trained_ahead(result, self.around.clock())
 
     def _hand_in(self, job: Job) -> None:
         assert job.local is not None

@@ -1,6 +1,7 @@
 """What the session hands to the algorithm, in the order of the log, and what becomes of it.
 
-Implements ports.Mesh. Called from the event loop, except `should_close`, which the worker thread asks between steps.
+Implements ports.Mesh. Called from the event loop, except `should_close` and `has_work`: the worker thread asks
+them between steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from geomesh_p2p.core.canonical import Digest
-from geomesh_p2p.core.ports import LocalRound, Made, TrainRound, Vector, Work
+from geomesh_p2p.core.ports import InnerResult, LocalRound, Made, TrainRound, Vector, Work
 from geomesh_p2p.core.types import Assignment, Plan, Update
 
 
@@ -31,6 +32,7 @@ class Listeners:
     """Whom the bench tells: all are called in the event loop."""
 
     contributed: Callable[[Job, LocalRound], None]
+    trained_ahead: Callable[[InnerResult], None]
     folded: Callable[[Update, int, Digest, float], None]
     validated: Callable[[int, float, int], None]
     made_anew: Callable[[int, Made], None]
@@ -76,6 +78,12 @@ class Bench:
     def should_close(self, plan: Plan) -> bool:
         job = self.job
         return job is None or job.plan is not plan or job.close.is_set() or job.void.is_set()
+
+    def has_work(self) -> bool:
+        return not self._queue.empty()
+
+    def trained_ahead(self, result: InnerResult) -> None:
+        self._listeners.trained_ahead(result)
 
     def contribute(self, plan: Plan, local: LocalRound) -> None:
         job = self.job

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from geomesh_p2p.config import InnerSection, ModelSection
+from geomesh_p2p.core.log import first_positions
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
 from geomesh_p2p.engine import inner
 from geomesh_p2p.engine import model as models
 from geomesh_p2p.engine.data import Corpus, DataManifest
 from geomesh_p2p.engine.feed import Feed
-from geomesh_p2p.engine.inner import InnerLoop, first_positions, learning_rate, run_round
+from geomesh_p2p.engine.inner import InnerLoop, learning_rate, run_round
 from geomesh_p2p.errors import DataError
 
 VOCABULARY, LENGTH = 40, 12
