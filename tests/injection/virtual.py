@@ -30,6 +30,7 @@ from unittest import mock
 import numpy as np
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core import ahead
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.layout import Layout
@@ -41,7 +42,7 @@ from geomesh_p2p.swarm.exchange import ExchangeLimits
 from geomesh_p2p.swarm.memory import MemoryTransport, Network
 from geomesh_p2p.swarm.virtual_time import VirtualClockLoop
 from geomesh_p2p.telemetry.sinks import jsonable
-from geomesh_p2p.train import LocalModel, inner_round
+from geomesh_p2p.train import LocalModel, _begins, go_ahead, inner_round
 from tests.injection.proof import injecting
 from tests.injection.script import Fault, Moment, Script, Strike
 from tests.mesh.toy import LAYOUT, ToyEngine, ToyPeer, toy_run
@@ -65,6 +66,8 @@ class InlineLoop(VirtualClockLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         if func is inner_round:
             return self.create_task(_paced(*args))
+        if func is go_ahead:
+            return self.create_task(_paced_ahead(*args))
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -74,8 +77,18 @@ class InlineLoop(VirtualClockLoop):
 
 
 async def _paced(mesh: Any, model: LocalModel, work: Any) -> Any:
-    await model.engine.pace(work, lambda: mesh.should_close(work.plan))
+    early = model.ahead.steps if model.ahead is not None and _begins(model.ahead, work.plan, work.mine) else 0
+    rest = ahead.steps_left(work.plan, work.mine, early)[1]
+    model.engine.ahead += early
+    await model.engine.pace(rest, work.plan, lambda: mesh.should_close(work.plan))
     return inner_round(mesh, model, work)
+
+
+async def _paced_ahead(mesh: Any, model: LocalModel) -> Any:
+    assert model.ahead is not None
+    plan, mine = ahead.steps_ahead(model.ahead.plan, model.ahead.mine, model.ahead.steps)
+    await model.engine.pace(mine, plan, mesh.has_work)
+    return go_ahead(mesh, model)
 
 
 def run_mesh(main: Coroutine[Any, Any, Result]) -> Result:
@@ -104,12 +117,13 @@ class PacedEngine(ToyEngine):
     def __init__(self, peer: VirtualPeer, seconds_per_sequence: float) -> None:
         super().__init__(seconds_per_sequence, lambda _: None, peer.layout.parameters)
         self.peer, self.steps, self.not_finite = peer, 0, False
+        self.ahead = 0                   # steps done ahead of their plan, and counted as that round's later
 
-    async def pace(self, work: Any, should_close: Callable[[], bool]) -> None:
+    async def pace(self, mine: Any, plan: Plan, should_close: Callable[[], bool]) -> None:
         """Lets the time of the assigned inner steps pass; `train` then takes as many."""
-        mine, life = work.mine, self.peer.life
+        life = self.peer.life
         for self.steps in range(1, mine.inner_steps + 1):
-            self.peer.reached("training", work.plan.round, self.steps - 1, mine.inner_steps)
+            self.peer.reached("training", plan.round, self.steps - 1, mine.inner_steps)
             batch = mine.last_batch if self.steps == mine.inner_steps else mine.batch
             await asyncio.sleep(batch * self.seconds_per_sequence * self.peer.slowness)
             await life.gate.wait()

@@ -1,6 +1,6 @@
 """Random fault schedules over whole peers in virtual time, exchange included; their histories go to the independent checker.
 
-    python -m tests.mesh.fire --schedules 200 --seed 0 [--faults 3] [--processes 2]
+    python -m tests.mesh.fire --schedules 200 --seed 0 [--faults 3] [--processes 2] [--overlap]
 
 One schedule is one seed: a mesh of three to five peers, a topology, links, and a table of faults by (peer or role, phase,
 round), with others at any moment. A joiner may come and a peer may leave meanwhile. Then everything is mended, and the run
@@ -64,7 +64,7 @@ def draw_row(r: random.Random, names: str) -> tuple[At, Fault]:
     return At(who, phase, -r.randint(1, 12), step), draw_fault(r, kind)
 
 
-async def schedule(folder: Path, seed: int, draw: int) -> tuple[list[str], Counter[str]]:
+async def schedule(folder: Path, seed: int, draw: int, overlap: bool = False) -> tuple[list[str], Counter[str]]:
     """What was violated, and which faults had an effect."""
     r = random.Random(f"fire/{seed}/{draw}")
     names = "abcde"[: r.choice((3, 3, 4, 4, 5))]
@@ -72,6 +72,8 @@ async def schedule(folder: Path, seed: int, draw: int) -> tuple[list[str], Count
     network = Network(seed, latency_seconds=r.choice((0.005, 0.05, 0.3)))
     network.defaults = replace(network.defaults, jitter_seconds=r.choice((0.0, 0.004)))
     planner = {"mode": "planned", "round_tokens": 16 * 8 * len(names)} if r.random() < 0.3 else {}
+    if overlap:
+        planner = {"mode": "planned", "round_tokens": 16 * 8 * len(names), "overlap": "delayed"}
     run = long_run(topology=r.choice(("gather", "reduce")), min_peers=r.choice((1, 2)), **planner)
     saves = {"snapshot_every_rounds": r.choice((2, 10)), "keep_updates": r.choice((2, 50))}
     codec = run.codec.model_copy(update={"residual": r.random() < 0.5})
@@ -101,6 +103,7 @@ async def schedule(folder: Path, seed: int, draw: int) -> tuple[list[str], Count
         found += mesh.violations()
         counts = Counter(script.counts)
         counts["rounds"] = mesh.round
+        counts["steps ahead"] = sum(peer.lives and peer.model.engine.ahead for peer in mesh)
         return found, counts
 
 
@@ -126,12 +129,12 @@ def gone_on(mesh: VirtualMesh) -> bool:
     return len(newest) == 3 and all(everybody <= set(note["view"]) for note in newest) and newest[0]["at"] > mesh.mended_at
 
 
-def play(seed: int, faults: int = 3) -> tuple[list[str], Counter[str]]:
+def play(seed: int, faults: int = 3, overlap: bool = False) -> tuple[list[str], Counter[str]]:
     """One schedule: violations (none if sound), and counts by kind."""
     for draw in range(MOST_DRAWS):
         with tempfile.TemporaryDirectory() as folder:
-            found, counts = run_mesh(schedule(Path(folder), seed, draw))
-        fired = counts.total() - counts["rounds"]
+            found, counts = run_mesh(schedule(Path(folder), seed, draw, overlap))
+        fired = counts.total() - counts["rounds"] - counts["steps ahead"]
         if found or fired >= faults or not injecting():
             break
     counts["faults"], counts["draws"] = fired, draw + 1
@@ -145,12 +148,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=3, help="as many at least must have an effect in each schedule")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--overlap", action="store_true", help="peers begin the next round while an update is on its way")
     arguments = parser.parse_args()
     totals: Counter[str] = Counter()
     bad, started = 0, time.perf_counter()
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     with ProcessPoolExecutor(arguments.processes) as pool:
-        for found, counts in pool.map(play, seeds, [arguments.faults] * len(seeds), chunksize=1):
+        for found, counts in pool.map(play, seeds, [arguments.faults] * len(seeds), [arguments.overlap] * len(seeds), chunksize=1):
             totals += counts
             bad += bool(found)
             for text in found:
