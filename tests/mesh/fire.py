@@ -154,7 +154,8 @@ def main() -> int:
     bad, started = 0, time.perf_counter()
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     with ProcessPoolExecutor(arguments.processes) as pool:
-        for found, counts in pool.map(play, seeds, [arguments.faults] * len(seeds), [arguments.overlap] * len(seeds), chunksize=1):
+        each = ([value] * len(seeds) for value in (arguments.faults, arguments.overlap))
+        for found, counts in pool.map(play, seeds, *each, chunksize=1):
             totals += counts
             bad += bool(found)
             for text in found:

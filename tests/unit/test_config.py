@@ -154,6 +154,10 @@ def test_text_of_flags_and_variables_becomes_the_fields_type(tmp_path: Path, key
         (RUN + "[outer]\nmomentum = 1.0\n", ["outer.momentum = 1.0", "below 1"]),
         (RUN + "[planner]\nmin_steps = 9\nmax_steps = 8\n", ["planner.min_steps = 9", "planner.max_steps = 8"]),
         (RUN + "[planner]\nmax_steps_ratio = 0.5\n", ["planner.max_steps_ratio = 0.5"]),
+        (
+            RUN + '[planner]\nmode = "uniform"\noverlap = "delayed"\n',
+            ['planner.overlap = "delayed" needs planner.mode = "planned"', "the digest"],
+        ),
         (RUN + "[net]\nheartbeat_seconds = 4.0\n", ["net.heartbeat_seconds = 4.0", "net.heartbeat_limit_seconds"]),
         (RUN + '[net]\nlisten = "0.0.0.0:80"\n', ["net.listen", "0.0.0.0:80", "multiaddress"]),
         (RUN + '[net]\nannounce = "/ip4/0.0.0.0/tcp/80"\n', ["net.announce", "wildcard"]),

@@ -37,7 +37,7 @@ class Delayed(LocalRun):
 
     def assign(self) -> Plan:
         """What the planner does: the beginning is what was reserved, if this is not the first round."""
-        plan = self.plan({name: STEPS for name in self.names}, BATCH)
+        plan = self.plan(dict.fromkeys(self.names, STEPS), BATCH)
         each, beyond, start, members = STEPS * BATCH, AHEAD * BATCH, len(self.names) * STEPS * BATCH * (plan.round - 1), []
         for k, member in enumerate(plan.members):
             first, rest = Range(start + k * beyond, start + (k + 1) * beyond), each - beyond
