@@ -128,7 +128,7 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
     plan, mine = work.plan, work.mine
     started = time.perf_counter()
     # The first steps may be done already.
-    early = model.ahead if model.ahead is not None and _begins(model.ahead, plan, mine) else None
+    early = model.ahead if model.ahead is not None and begins(model.ahead, plan, mine) else None
     model.ahead = early
     # What this peer begins from, in few bytes: the others compare it with theirs (core/anchors.py).
     _, anchor_part = hash_part(model)
@@ -178,7 +178,7 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
     return LocalRound(contribution, payload, result, seconds, validation_seconds, unsaid, *earlier)
 
 
-def _begins(begun: Ahead, plan: Plan, mine: Assignment) -> bool:
+def begins(begun: Ahead, plan: Plan, mine: Assignment) -> bool:
     """Whether what was trained ahead is the beginning of this assignment, from this base."""
     return begun.sent is None and begun.plan.round + 1 == plan.round and ahead.goes_on(begun.mine, begun.steps, mine)
 

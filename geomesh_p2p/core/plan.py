@@ -234,8 +234,11 @@ class _Ground:
         """Steps of the next round that a site may do while this one's update is on its way."""
         if not self.overlaps:
             return 0
+        most = int(AHEAD_SHARE * work.steps)
+        if self.links.only(members).guessed:  # the exchange may take any time
+            return most
         wait = AHEAD_MARGIN * (self.exchange(members).seconds + PLANNING_SECONDS)
-        return min(math.ceil(wait / self.times[site].step(work.batch)), int(AHEAD_SHARE * work.steps))
+        return min(math.ceil(wait / self.times[site].step(work.batch)), most)
 
     def evaluated(self, members: Members, works: Sequence[Work], window: tuple[int, int]) -> Schedule:
         return evaluate(self.times, members, works, window, self.limits, self.exchange(members).seconds)

@@ -205,7 +205,12 @@ class Plan:
     @property
     def idle_exchange_seconds(self) -> float:
         """The part of the exchange for which somebody has nothing to train."""
-        return max(0.0, self.exchange_seconds - min((member.ahead_seconds for member in self.members), default=0.0))
+        return max(0.0, self.exchange_seconds - self.ahead_seconds)
+
+    @property
+    def ahead_seconds(self) -> float:
+        """Of the next round, what every member may train during the exchange."""
+        return min((member.ahead_seconds for member in self.members), default=0.0)
 
     @property
     def round_seconds(self) -> float:

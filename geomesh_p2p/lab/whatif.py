@@ -194,8 +194,9 @@ def early_sending(plan: Plan, exchange: float) -> list[str]:
 
 def forecast(plan: Plan, run: RunConfig, volume: Volume, exchange: float) -> dict[str, Any]:
     """Every predicted figure of a round: times, idle shares, bytes sent per site, egress a day. Keys carry their units.
-    `exchange` is in seconds, from the last finish on."""
-    round_seconds = plan.train_seconds + exchange
+    `exchange` is in seconds, from the last finish on; what members train through is not idle (planner.overlap)."""
+    idle_exchange = max(0.0, exchange - plan.ahead_seconds)
+    round_seconds = plan.train_seconds + idle_exchange
     sent = [round(count) for count in sent_bytes(plan, volume).sum(axis=1)]
     rounds_a_day = DAY_SECONDS / round_seconds
     members = [
@@ -224,12 +225,13 @@ def forecast(plan: Plan, run: RunConfig, volume: Volume, exchange: float) -> dic
         "planned_tokens": plan.planned_tokens,
         "train_seconds": plan.train_seconds,
         "exchange_seconds": exchange,
+        "idle_exchange_seconds": idle_exchange,
         "round_seconds": round_seconds,
         "rounds": run.run.rounds,
         "run_seconds": run.run.rounds * round_seconds,
         "tokens_per_second": plan.planned_tokens / round_seconds,
         "straggler_idle_share": idle / round_seconds,
-        "wan_idle_share": exchange / round_seconds,
+        "wan_idle_share": idle_exchange / round_seconds,
         "payload_bytes": volume.payload_bytes,
         "bytes_per_round": sum(sent),
         "egress_bytes_per_day": sum(sent) * rounds_a_day,
@@ -277,7 +279,10 @@ def render(plan: Plan, figures: dict[str, Any]) -> str:
         )
         for m in figures["members"]
     ]
-    times = f"{figures['train_seconds']:.3f} s training + {figures['exchange_seconds']:.3f} s {figures['topology']} and commit"
+    exchange = f"{figures['idle_exchange_seconds']:.3f} s {figures['topology']} and commit"
+    times = f"{figures['train_seconds']:.3f} s training + {exchange}"
+    if plan.ahead_seconds:
+        times += f" (of {figures['exchange_seconds']:.3f} s; the rest is trained through)"
     whole_run = f"{figures['rounds']} rounds in about {duration(figures['run_seconds'])}"
     sent_a_day = size_text(figures["egress_bytes_per_day"])
     lines = [

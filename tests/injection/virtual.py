@@ -42,7 +42,7 @@ from geomesh_p2p.swarm.exchange import ExchangeLimits
 from geomesh_p2p.swarm.memory import MemoryTransport, Network
 from geomesh_p2p.swarm.virtual_time import VirtualClockLoop
 from geomesh_p2p.telemetry.sinks import jsonable
-from geomesh_p2p.train import LocalModel, _begins, go_ahead, inner_round
+from geomesh_p2p.train import LocalModel, begins, go_ahead, inner_round
 from tests.injection.proof import injecting
 from tests.injection.script import Fault, Moment, Script, Strike
 from tests.mesh.toy import LAYOUT, ToyEngine, ToyPeer, toy_run
@@ -77,7 +77,7 @@ class InlineLoop(VirtualClockLoop):
 
 
 async def _paced(mesh: Any, model: LocalModel, work: Any) -> Any:
-    early = model.ahead.steps if model.ahead is not None and _begins(model.ahead, work.plan, work.mine) else 0
+    early = model.ahead.steps if model.ahead is not None and begins(model.ahead, work.plan, work.mine) else 0
     rest = ahead.steps_left(work.plan, work.mine, early)[1]
     model.engine.ahead += early
     await model.engine.pace(rest, work.plan, lambda: mesh.should_close(work.plan))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.ahead import goes_on
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS, Method, method_of
 from geomesh_p2p.lab.bench.runner import jobs, varied, world_of
@@ -17,6 +18,7 @@ from geomesh_p2p.lab.bench.settings import Setting, load_setting, shipped
 from geomesh_p2p.lab.bench.timeline import Round, idle_shares
 from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
 
+OVER_2_MBPS = {"pairs": [{"between": ["far", "near"], "mbps": 2, "rtt_ms": 100}]}
 BUDGET = 20 * 16 * SEQUENCE_LENGTH
 SMALL = RunConfig.model_validate({"run": {"id": "bench"}, "model": {"hidden_size": 96, "intermediate_size": 256, "layers": 2,
                                                                      "heads": 3, "kv_heads": 3}})  # fmt: skip
@@ -50,6 +52,43 @@ def test_equal_sites_do_not_wait_for_each_other_and_unequal_ones_do_unless_plann
     planned = idle_shares(play("geomesh", setting(), tmp_path), "near")
     assert uneven.straggler_fastest > 10 * planned.straggler_fastest
     assert planned.straggler < uneven.straggler
+
+
+def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_path: Path) -> None:
+    sites = [place("far", 0.2), place("near", 0.1)]
+    where = setting(sites=sites, reference_round_sequences=64, links=OVER_2_MBPS)
+    plain, delayed = (play(name, where, tmp_path, 4 * BUDGET) for name in ("geomesh", "geomesh-delayed"))
+    assert idle_shares(plain, "near").wan > 0.2
+    assert idle_shares(delayed[:-1], "near").wan < 0.01, "but for the last round, which none follows"
+    assert delayed[-1].ends < 0.8 * plain[-1].ends
+    for before, one in pairwise(delayed):
+        for member in before.plan.members:
+            done, now = before.ahead_steps(member.site), one.plan.of(member.peer)
+            assert 0 < done <= member.ahead_steps
+            assert now is not None
+            assert goes_on(member, done, now)
+    assert all(part.ahead_steps == 0 for part in delayed[-1].parts), "no round follows the last one"
+    # Rounds so short that half of the steps do not last: the rest is idle time.
+    short = setting(sites=sites, links={"pairs": [{"between": ["far", "near"], "mbps": 6, "rtt_ms": 100}]})
+    plain, delayed = (play(name, short, tmp_path) for name in ("geomesh", "geomesh-delayed"))
+    middle = delayed[2:-1]
+    assert all(one.ahead_steps(m.site) == m.ahead_steps == m.inner_steps // 2 for one in middle for m in one.plan.members)
+    assert 0.02 < idle_shares(middle, "near").wan < 0.5 * idle_shares(plain[2:-1], "near").wan
+
+
+def test_what_was_done_ahead_is_dropped_with_another_batch_and_done_again(tmp_path: Path) -> None:
+    """The parts add up all the same, and no position is lost."""
+    where = setting(changes=[{"site": "near", "speed": 0.2, "begins_share": 0.3, "ends_share": 0.7}])
+    played = play("geomesh-delayed", where, tmp_path, 4 * BUDGET)
+    dropped = 0
+    for before, one in pairwise(played):
+        for member in before.plan.members:
+            now = one.plan.of(member.peer)
+            assert now is not None
+            dropped += not goes_on(member, before.ahead_steps(member.site), now)
+    for one in played:
+        assert all(part.seconds == pytest.approx(one.ends - one.begins) for part in one.parts)
+    assert dropped > 0
 
 
 def test_bytes_are_those_of_the_topology(tmp_path: Path) -> None:

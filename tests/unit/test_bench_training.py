@@ -27,7 +27,7 @@ def job(name: str, folder: Path, where: Setting | None = None, budget: int = BUD
     return found
 
 
-@pytest.mark.parametrize("name", ["diloco", "geomesh", "ddp", "async"])
+@pytest.mark.parametrize("name", ["diloco", "geomesh", "geomesh-delayed", "ddp", "async"])
 def test_perplexity_falls_and_a_second_time_nothing_is_trained(name: str, tmp_path: Path) -> None:
     told: list[Point] = []
     first = job(name, tmp_path).play(tmp_path / "store", told.append)
@@ -70,12 +70,27 @@ def test_work_is_in_its_key(tmp_path: Path) -> None:
     fewer = [replace(one, parts=(replace(one.parts[0], steps=1), *one.parts[1:])) for one in played]
     assert trajectory.key_of(b"", played, 1) != trajectory.key_of(b"", fewer, 1)  # type: ignore[arg-type]
     assert trajectory.key_of(b"", played, 1) != trajectory.key_of(b"", played[:-1], 1)  # type: ignore[arg-type]
+    ahead = job("geomesh-delayed", tmp_path).stages()
+    less = [replace(one, parts=(replace(one.parts[0], ahead_steps=0), *one.parts[1:])) for one in ahead]
+    assert trajectory.key_of(b"", ahead, 1) != trajectory.key_of(b"", less, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_one_that_was_stopped_goes_on_to_the_same_bits(residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_done_before_the_update_are_trained_before_it(tmp_path: Path) -> None:
+    """As many tokens, none twice, from other weights than without overlap."""
+    plain, delayed = job("geomesh", tmp_path), job("geomesh-delayed", tmp_path)
+    assert sum(part.ahead_steps for one in delayed.stages() for part in one.parts) > 0  # type: ignore[attr-defined]
+    outcomes = [one.play(tmp_path / "store") for one in (plain, delayed)]
+    assert outcomes[0].curve.tokens[-1] == outcomes[1].curve.tokens[-1]
+    assert outcomes[0].curve.val_ppl[-1] != outcomes[1].curve.val_ppl[-1]
+    assert outcomes[0].curve.val_ppl[-1] == pytest.approx(outcomes[1].curve.val_ppl[-1], rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "residual"), [("geomesh", False), ("geomesh", True), ("geomesh-delayed", True)])
+def test_one_that_was_stopped_goes_on_to_the_same_bits(
+    name: str, residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sections = {"codec": {"residual": residual}}
-    whole = job("geomesh", tmp_path, **sections).play(tmp_path / "whole")
+    whole = job(name, tmp_path, **sections).play(tmp_path / "whole")
     monkeypatch.setattr(trajectory, "SAVE_SECONDS", 0.0)
 
     class Stopped(Exception):
@@ -86,9 +101,9 @@ def test_one_that_was_stopped_goes_on_to_the_same_bits(residual: bool, tmp_path:
             raise Stopped
 
     with pytest.raises(Stopped):
-        job("geomesh", tmp_path, **sections).play(tmp_path / "stopped", stop)
+        job(name, tmp_path, **sections).play(tmp_path / "stopped", stop)
     told: list[Point] = []
-    resumed = job("geomesh", tmp_path, **sections).play(tmp_path / "stopped", told.append)
+    resumed = job(name, tmp_path, **sections).play(tmp_path / "stopped", told.append)
     assert told[0].rounds == 3, "it began anew"
     assert resumed.curve == whole.curve
     anchors = [read(tmp_path / store / whole.key).anchor() for store in ("whole", "stopped")]

@@ -74,6 +74,7 @@ def _methods() -> tuple[Method, ...]:
     diloco = {"codec": FP32, "planner": REDUCE}
     int8 = {**diloco, "codec": {"payload": "int8"}}
     planned = {"planner": {"mode": "planned"}}
+    delayed = {"planner": {"mode": "planned", "overlap": "delayed"}}
     return (
         Method("ddp", "gradients averaged after every step, fp32", "gradients", diloco),
         Method("diloco", "equal batch and steps, fp32, at the reference round length", changes=diloco),
@@ -86,6 +87,7 @@ def _methods() -> tuple[Method, ...]:
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
         Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes={**planned, "codec": FP32}),
+        Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
         Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, frozen=True),
     )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from geomesh_p2p.config import PlannerSection, RunConfig
+from geomesh_p2p.core.ahead import goes_on
 from geomesh_p2p.core.forecast import LinkTable, Volume, codec_seconds, folded_seconds
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, lr_scale, plan_round
 from geomesh_p2p.core.types import Assignment, Link, Plan, Range, StepReport, Term
@@ -25,6 +26,7 @@ from geomesh_p2p.swarm.links import RATE_WEIGHT, RTT_WEIGHT
 
 ENDLESS = 2**62
 EVEN_ROUNDS = 3  # the last ones, which share what is left
+_ROUNDING = 1e-9
 MUCH_LEFT = 100     # rounds
 ALL = "all"
 """The worker that trains what sites train together which exchange after every step."""
@@ -33,7 +35,8 @@ ALL = "all"
 @dataclass(frozen=True)
 class Part:
     """One site's part of a round, and where its time went (seconds that add up to the round's). `steps` were done, which may
-    be fewer than planned; zero: it did not take part."""
+    be fewer than planned; zero: it did not take part. `ahead_steps` of the next round were done, the last perhaps in part, when
+    the update came."""
 
     site: str
     steps: int
@@ -44,6 +47,7 @@ class Part:
     codec: float
     sent_bytes: float
     planned_finish: float
+    ahead_steps: int = 0
 
     @property
     def seconds(self) -> float:
@@ -74,6 +78,17 @@ class Round(Stage):
     def steps(self, site: str) -> int:
         """Inner steps that a member of the plan did."""
         return next((p.steps for p in self.parts if p.site == site), self.parts[0].steps)
+
+    def ahead_steps(self, site: str) -> int:
+        return next((p.ahead_steps for p in self.parts if p.site == site), 0)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a member has done of a round when it begins: `steps`, the last of which takes `seconds` more."""
+
+    steps: int = 0
+    seconds: float = 0.0
 
 
 def rounds(method: Method, run: RunConfig, volume: Volume, world: World, budget_tokens: int) -> Iterator[Round]:
@@ -144,6 +159,7 @@ class _Leader:
         self.rtts: Array = world.setting.rtts
         self.committed, self.position = 0, 0
         self.previous: Plan | None = None
+        self.heads: dict[str, Head] = {}
         self.leader = self.names[0]
 
     def lead(self) -> Iterator[Round]:
@@ -152,11 +168,20 @@ class _Leader:
             share = self.committed / self.budget
             moment = self.world.at(number, share)
             plan = self.plan(number)
-            played = _play(plan, self.volume, self.run, moment, number, clock, self.leader)
+            heads = {name: self._head(plan, name) for name in self.heads}
+            played, following = _play_ahead(plan, self.volume, self.run, moment, number, clock, self.leader, heads)
             played = replace(played, changed=self.world.changed(share))
             yield played
             self.learn(played, moment)
+            self.heads = following
             clock, number = played.ends, number + 1
+
+    def _head(self, plan: Plan, site: str) -> Head:
+        """What `plan` lets a site keep of what it did ahead."""
+        head, mine = self.heads[site], plan.of(site)
+        before = self.previous.of(site) if self.previous is not None else None
+        kept = mine is not None and before is not None and goes_on(before, head.steps, mine)
+        return head if kept else replace(head, steps=0)
 
     def plan(self, number: int) -> Plan:
         left = self.budget - self.committed
@@ -173,6 +198,7 @@ class _Leader:
                 (Range(self.position, ENDLESS),),
                 self.committed,
                 left,
+                last=settings.round_tokens >= left,
             ),
             previous=self.previous,
         )
@@ -192,7 +218,7 @@ class _Leader:
     def _again(self, plan: Plan, number: int) -> Plan:
         members, start = [], self.position
         for member in plan.members:
-            members.append(replace(member, ranges=(Range(start, start + member.sequences),)))
+            members.append(replace(member, ranges=(Range(start, start + member.sequences),), ahead=()))
             start += member.sequences
         return replace(plan, round=number, members=tuple(members), committed_tokens=self.committed, may_close=False)
 
@@ -223,11 +249,21 @@ class _Leader:
 def _play(
     plan: Plan, volume: Volume, run: RunConfig, moment: Moment, number: int, begins: float, leader: str
 ) -> Round:
-    """What becomes of a plan. Each sends what it has as soon as it has it, also while others still train."""
+    return _play_ahead(plan, volume, run, moment, number, begins, leader, {})[0]
+
+
+def _play_ahead(
+    plan: Plan, volume: Volume, run: RunConfig, moment: Moment, number: int, begins: float, leader: str, heads: dict[str, Head]
+) -> tuple[Round, dict[str, Head]]:
+    """What becomes of a plan of which its members have done `heads`, and what they then have done of the next one. Each sends
+    what it has as soon as it has it, also while others still train."""
     names = moment.setting.names
     sites = [names.index(member.site) for member in plan.members]
     deadline = plan.train_seconds + plan.grace_seconds if plan.may_close else math.inf
-    done = [_trained(member, site, moment, deadline) for member, site in zip(plan.members, sites, strict=True)]
+    done = [
+        _trained(member, site, moment, deadline, heads.get(member.site, Head()))
+        for member, site in zip(plan.members, sites, strict=True)
+    ]
     finish = np.array([seconds for _, _, seconds in done])
     tokens = [sequences * run.model.sequence_length for _, sequences, _ in done]
     at = [member.site for member in plan.members].index(leader) if leader in plan.peers else 0
@@ -236,24 +272,33 @@ def _play(
     folded = folded_seconds(links, volume, plan.topology, plan.shares, finish, at)
     end, last = float(folded.max()), float(finish.max())
     codec, sent = sum(codec_seconds(volume, plan.topology, len(sites))), sent_bytes(plan, volume).sum(axis=1)
-    parts = tuple(
-        Part(
-            member.site, steps, count, float(finish[k]), last - float(finish[k]), end - last - codec, codec, float(sent[k]),
-            member.finish_seconds,
-        )
-        for k, (member, (steps, _, _), count) in enumerate(zip(plan.members, done, tokens, strict=True))
-    )  # fmt: skip
-    return Round(number, begins, begins + end, parts, sum(tokens), plan, end - last)
+    parts, following = [], {}
+    for k, (member, site, (steps, _, _), count) in enumerate(zip(plan.members, sites, done, tokens, strict=True)):
+        straggler, wan = last - float(finish[k]), end - last - codec
+        step, head = moment.step_seconds(site, member.batch), Head()
+        if member.ahead:
+            early = min(member.ahead_steps, max(0, math.ceil((straggler + wan) / step - _ROUNDING)))
+            head = Head(early, max(0.0, early * step - straggler - wan))
+            following[member.site] = head
+        busy = head.steps * step - head.seconds
+        waited = min(straggler, busy)
+        if head.steps:
+            straggler, wan = straggler - waited, max(0.0, wan - (busy - waited))
+        parts.append(Part(
+            member.site, steps, count, float(finish[k]) + busy, straggler, wan, codec, float(sent[k]),
+            member.finish_seconds, head.steps,
+        ))  # fmt: skip
+    return Round(number, begins, begins + end, tuple(parts), sum(tokens), plan, end - last), following
 
 
-def _trained(member: Assignment, site: int, moment: Moment, deadline: float) -> tuple[int, int, float]:
-    """(steps, sequences, seconds) that a member really does; closed at a step's end after `deadline`."""
+def _trained(member: Assignment, site: int, moment: Moment, deadline: float, head: Head) -> tuple[int, int, float]:
+    """(steps, sequences, seconds) that a member really does, `head` included; closed at a step's end after `deadline`."""
     step, last = moment.step_seconds(site, member.batch), moment.step_seconds(site, member.last_batch)
-    whole = member.inner_steps - 1
-    if whole * step + last <= deadline:
-        return member.inner_steps, member.sequences, whole * step + last
-    steps = min(whole, max(1, math.ceil(deadline / step)))
-    return steps, steps * member.batch, steps * step
+    whole = member.inner_steps - 1 - head.steps
+    if head.seconds + whole * step + last <= deadline:
+        return member.inner_steps, member.sequences, head.seconds + whole * step + last
+    more = min(whole, max(0 if head.steps else 1, math.ceil((deadline - head.seconds) / step)))
+    return head.steps + more, (head.steps + more) * member.batch, head.seconds + more * step
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from geomesh_p2p import train
 from geomesh_p2p.config import DeviceSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core import codec, outer
 from geomesh_p2p.core.canonical import Digest, digest, digest_bytes
-from geomesh_p2p.core.ports import FoldUpdate, TrainRound, Vector
+from geomesh_p2p.core.log import first_positions
+from geomesh_p2p.core.ports import FoldUpdate, InnerResult, TrainRound, Vector
 from geomesh_p2p.core.types import Contribution, Plan, Update
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity
@@ -63,6 +64,9 @@ class _Alone:
         self._loop, self._last = loop, loop.steps + steps
 
     def should_close(self, plan: Plan) -> bool:
+        return self.has_work()
+
+    def has_work(self) -> bool:
         return self._loop.steps >= self._last
 
 
@@ -100,12 +104,17 @@ class Workers:
             model = self.models[member.site]
             model.round = plan.round - 1
             work = TrainRound(plan, member, validate=False)
-            alone = _Alone(self.engines[member.site].loop, played.steps(member.site))
+            early = model.ahead.steps if model.ahead is not None and train.begins(model.ahead, plan, member) else 0
+            alone = _Alone(self.engines[member.site].loop, played.steps(member.site) - early)
             local = train.inner_round(alone, model, work)
             if local.contribution.abstains or local.payload is None:
                 raise DataError(f"round {plan.round}: {member.site} has nothing to give: {local.contribution.reason}")
             contributions.append((local.contribution, local.payload))
             losses.append((local.result.loss, local.result.tokens))
+        # What each does of the next round while the update is on its way.
+        for member in plan.members:
+            if steps := played.ahead_steps(member.site):
+                train.go_ahead(_Alone(self.engines[member.site].loop, steps), self.models[member.site])
         update, body = self._exchange(plan, contributions)
         own = {c.site: payload for c, payload in contributions}
         for name, model in self.models.items():
@@ -148,18 +157,36 @@ class Workers:
             model.engine.save_inner(str(folder / f"inner-{name}.safetensors"))
             if model.residual is not None:
                 _write(folder / f"residual-{name}.safetensors", {"residual": model.residual})
+            if model.ahead is not None and model.ahead.done is not None:
+                weights, loss = np.array(model.engine.weights()), np.array([model.ahead.done.loss])
+                _write(folder / f"ahead-{name}.safetensors", {"weights": weights, "loss": loss})
         _write(folder / "state.safetensors", {"anchor": self.first.state.anchor, "momentum": self.first.state.momentum})
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, last: Round) -> None:
+        """`last` is the round that was saved."""
         state = safetensors.numpy.load_file(folder / "state.safetensors")
         for name, model in self.models.items():
             train.replace_state(model, state["anchor"], state["momentum"])
             model.engine.load_inner(str(folder / f"inner-{name}.safetensors"))
             if self.run.codec.residual:
                 model.residual = safetensors.numpy.load_file(folder / f"residual-{name}.safetensors")["residual"]
+            if last.ahead_steps(name):
+                self._load_ahead(model, safetensors.numpy.load_file(folder / f"ahead-{name}.safetensors"), last)
+
+    def _load_ahead(self, model: train.LocalModel, saved: dict[str, Any], last: Round) -> None:
+        mine, steps = last.plan.of(model.peer), last.ahead_steps(model.site)
+        assert mine is not None
+        sequences = steps * mine.batch
+        done = InnerResult(
+            tokens=sequences * self.run.model.sequence_length, ranges=first_positions(mine.ahead, sequences), steps=steps,
+            loss=float(saved["loss"][0]), seconds=0.0, data_wait_seconds=0.0, step_seconds=(), skipped_steps=0,
+            overrun_seconds=0.0, learning_rate=0.0,
+        )  # fmt: skip
+        model.ahead = train.Ahead(last.plan, mine, None, done)
+        model.engine.set_weights(saved["weights"])
 
 
-def _write(path: Path, tensors: dict[str, Vector]) -> None:
+def _write(path: Path, tensors: dict[str, Any]) -> None:
     aside = path.with_suffix(".new")
     safetensors.numpy.save_file(tensors, aside)
     os.replace(aside, path)
@@ -173,6 +200,8 @@ def key_of(fingerprint: Digest, played: Iterable[Round], validate_tokens: int) -
         work = tuple((m.site, m.batch, m.inner_steps, m.last_batch, m.ranges, m.lr_scale) for m in plan.members)
         done = tuple(one.steps(m.site) for m in plan.members)
         key = digest("round", key, work, done, plan.topology, plan.shares, plan.committed_tokens, plan.planned_tokens)
+        if any(m.ahead for m in plan.members):
+            key = digest("ahead", key, tuple((m.ahead, one.ahead_steps(m.site)) for m in plan.members))
     return key.hex()[:32]
 
 
@@ -192,7 +221,7 @@ def trained(
     if (folder / "done.json").is_file():
         return read(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    points, begin = _resumed(workers, folder)
+    points, begin = _resumed(workers, folder, played)
     if not points:
         points = [Point(0, 0, workers.validate(), None)]
     saved, validated = time.monotonic(), max(p.tokens for p in points if p.val_ppl is not None)
@@ -237,13 +266,13 @@ def _save(workers: Workers, folder: Path, points: Sequence[Point]) -> None:
     _replace(folder / "points.json", {"saved": target.name, "points": [asdict(point) for point in points]})
 
 
-def _resumed(workers: Workers, folder: Path) -> tuple[list[Point], int]:
+def _resumed(workers: Workers, folder: Path, played: Sequence[Round]) -> tuple[list[Point], int]:
     try:
         found = json.loads((folder / "points.json").read_text())
     except FileNotFoundError:
         return [], 0
-    workers.load(folder / found["saved"])
     points = [Point(**point) for point in found["points"]]
+    workers.load(folder / found["saved"], played[points[-1].rounds - 1])
     return points, points[-1].rounds
 
 
