@@ -19,6 +19,7 @@ import numpy as np
 from geomesh_p2p.cli import run
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.layout import Layout, layout_of
+from geomesh_p2p.core.log import first_positions, later_positions
 from geomesh_p2p.core.ports import InnerResult, Vector
 from geomesh_p2p.core.types import Assignment, BatchTime, Plan
 
@@ -26,10 +27,13 @@ PATTERN = 65_536
 
 
 class LightEngine:
-    """Implements ports.LocalEngine. `train_seconds` is what the inner steps of a round take together."""
+    """Implements ports.LocalEngine. `train_seconds` is what the inner steps of a round take together; or each sequence takes
+    `sequence_seconds`, and training may end after any step."""
 
-    def __init__(self, parameters: int, sequence_length: int, train_seconds: float) -> None:
-        self.parameters = parameters
+    def __init__(
+        self, parameters: int, sequence_length: int, train_seconds: float, sequence_seconds: float | None = None
+    ) -> None:
+        self.parameters, self.sequence_seconds = parameters, sequence_seconds
         self.train_seconds = train_seconds
         self.sequence_length = sequence_length
         self.time_scale: float | None = 1.0
@@ -59,6 +63,8 @@ class LightEngine:
         self._weights[:] = anchor
 
     def measure(self) -> tuple[BatchTime, ...]:
+        if self.sequence_seconds is not None:
+            return tuple(BatchTime(batch, batch * self.sequence_seconds) for batch in (1, 2))
         return (BatchTime(1, max(self.train_seconds, 1e-3)),)
 
     speed_depends_on: dict[str, str] = {}  # nothing is measured
@@ -70,6 +76,8 @@ class LightEngine:
         return self.sequence_length / max(self.train_seconds, 1e-3)
 
     def train(self, assignment: Assignment, plan: Plan, should_close: Callable[[], bool], started: float) -> InnerResult:
+        if self.sequence_seconds is not None:
+            return self._train_stepwise(assignment, should_close, started, self.sequence_seconds)
         begun, until = time.monotonic(), started + self.train_seconds
         while (left := until - time.monotonic()) > 0 and not should_close():
             time.sleep(min(left, 0.1))
@@ -81,6 +89,22 @@ class LightEngine:
         steps = tuple([seconds / assignment.inner_steps] * assignment.inner_steps)
         tokens = assignment.sequences * self.sequence_length
         return InnerResult(tokens, assignment.ranges, len(steps), 1.0, seconds, 0.0, steps, 0, 0.0, 1e-3)
+
+    def _train_stepwise(
+        self, mine: Assignment, should_close: Callable[[], bool], started: float, sequence_seconds: float
+    ) -> InnerResult:
+        begun, until, done, steps = time.monotonic(), started, 0, list[float]()
+        for step in range(mine.inner_steps):
+            if should_close():
+                break
+            batch = mine.last_batch if step == mine.inner_steps - 1 else mine.batch
+            position = first_positions(later_positions(mine.ranges, done), 1)[0].start
+            self._weights[:PATTERN] += np.random.default_rng(position).normal(0, 1e-3, self._weights[:PATTERN].size)
+            done, until = done + batch, until + batch * sequence_seconds
+            time.sleep(max(0.0, until - time.monotonic()))
+            steps.append(batch * sequence_seconds)
+        ranges, seconds = first_positions(mine.ranges, done), time.monotonic() - begun
+        return InnerResult(done * self.sequence_length, ranges, len(steps), 1.0, seconds, 0.0, tuple(steps), 0, 0.0, 1e-3)
 
     def validate(self, share: int, of: int, should_close: object = None) -> tuple[float, int]:
         return 1.0, 1

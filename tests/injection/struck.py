@@ -296,7 +296,8 @@ class StruckSnapshots(Snapshots):
 
 def light_engine(run: RunConfig, site: SiteConfig, report: Callable[[Any], None]) -> LightEngine:
     seconds = float(os.environ.get("LIGHT_TRAIN_SECONDS", "0.1"))
-    return StruckEngine(int(os.environ.get("LIGHT_PARAMETERS", "100000")), run.model.sequence_length, seconds)
+    parameters, each = int(os.environ.get("LIGHT_PARAMETERS", "100000")), os.environ.get("LIGHT_SEQUENCE_SECONDS")
+    return StruckEngine(parameters, run.model.sequence_length, seconds, None if each is None else float(each))
 
 
 def run() -> int:
