@@ -19,11 +19,11 @@ LINKS = "\n[links.default]\nmbps = 1.0\nrtt_ms = 60\n"
 
 def times(site: Site) -> list[dict[str, float]]:
     lines = (json.loads(line) for line in (site.folder / "metrics.jsonl").read_text().splitlines())
-    return [line["times"] for line in lines if line["kind"] == "round" and line["round"] > WARM_UP]
+    return [line["times"] for line in lines if line["kind"] == "round" and WARM_UP < line["round"] < ROUNDS]
 
 
 def shares(folder: Path, overlap: str) -> dict[str, float]:
-    """Of the wall time after the first rounds, all sites together."""
+    """Of the wall time between the first rounds and the last one, which none follows; all sites together."""
     mesh = Sites(folder, ["a", "b", "c"], rounds=ROUNDS, command=LIGHT)
     mesh.environment |= {"LIGHT_PARAMETERS": "1000000", "LIGHT_SEQUENCE_SECONDS": "0.1"}
     for site in mesh:
@@ -54,6 +54,6 @@ def test_over_slow_links_hardly_any_idle_time_is_left(tmp_path: Path) -> None:
     for overlap in ("none", "delayed"):
         (tmp_path / overlap).mkdir()
         found[overlap] = shares(tmp_path / overlap, overlap)
-    assert found["none"]["wan_idle"] > 0.15, found
+    assert found["none"]["wan_idle"] > 0.1, found
     assert found["delayed"]["wan_idle"] < 0.2 * found["none"]["wan_idle"], found
     assert found["delayed"]["compute"] > found["none"]["compute"], found
