@@ -81,5 +81,6 @@ def test_its_report_says_which_engine_it_was_and_stands_beside_virtual_time(tmp_
     text = pages(found)
     assert "Real processes against virtual time" in text[MARKDOWN]
     assert "geomesh: real processes on one machine" in text[MARKDOWN]
+    assert "exchange, commit, next plan" in text[MARKDOWN]
     assert "time scale 4." in text[MARKDOWN]
     assert "overrun above 1%), so the idle figures are not valid: geomesh" in text[HTML]

@@ -32,6 +32,8 @@ def gantts(report: Report) -> list[tuple[str, str, Figure | None]]:
         "The first seconds of each method, site by site, on one axis of time; white lines end a round. Where there are no"
         " rounds (async, ddp), the time between two validations is shown as training first, then waiting."
     )
+    if any(method["engine"] == "real" for method in report["methods"].values()):
+        caption += " In real time all that follows the last site's training is waiting for links: exchange, commit, next plan."
     return [
         (f"gantt-{number}" if len(groups) > 1 else "gantt", caption, _gantt(report, group) if group else None)
         for number, group in enumerate(groups, 1)
