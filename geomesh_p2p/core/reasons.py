@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from geomesh_p2p.config import PlannerSection
 from geomesh_p2p.core.forecast import Exchange, StepTimes
 from geomesh_p2p.core.search import IDLE_AIM, TOKEN_SLACKS, Schedule, Work
-from geomesh_p2p.core.types import Plan
+from geomesh_p2p.core.types import Plan, Range
 from geomesh_p2p.core.windows import Limits, knee
 
 LOST = "was lost to the attempt before"
@@ -154,12 +155,18 @@ def explain(plan: Plan) -> list[str]:
     for a in plan.members:
         lines.append(f"{a.site}: {a.sequences} sequences, done after {a.finish_seconds:.4g} s")
         lines += [f"  {reason}" for reason in a.reasons]
-        positions = ", ".join(f"{r.start:,} to {r.stop - 1:,}" for r in a.ranges)
-        lines.append(f"  positions {positions}: the lowest not credited, in site order")
+        begun = " after what was reserved for it in the last round" if plan.round > 1 and a.ahead else ""
+        lines.append(f"  positions {_positions(a.ranges)}: the lowest not credited, in site order{begun}")
+        if a.ahead:
+            lines.append(f"  ahead {_positions(a.ahead)}: where its next round begins")
     for a, share in zip(plan.members, plan.shares, strict=False):
         lines.append(f"{a.site} reduces parameters {share.start:,} to {share.stop:,}, by {_shares(plan)}")
     lines += [f"{bystander.site} follows: {bystander.reason}" for bystander in plan.bystanders]
     return lines
+
+
+def _positions(ranges: Sequence[Range]) -> str:
+    return ", ".join(f"{r.start:,} to {r.stop - 1:,}" for r in ranges)
 
 
 def _grace(plan: Plan) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from geomesh_p2p.config import LinkSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core import codec
 from geomesh_p2p.core.emulation import emulated_seconds
-from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, LinkTable, Volume, folded_seconds
+from geomesh_p2p.core.forecast import DEFAULT_BYTES_PER_SECOND, LinkTable, Volume, codec_seconds, folded_seconds
 from geomesh_p2p.core.layout import Layout, Tensor, layout_of
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round
 from geomesh_p2p.core.reasons import explain
@@ -194,8 +194,10 @@ def early_sending(plan: Plan, exchange: float) -> list[str]:
 
 def forecast(plan: Plan, run: RunConfig, volume: Volume, exchange: float) -> dict[str, Any]:
     """Every predicted figure of a round: times, idle shares, bytes sent per site, egress a day. Keys carry their units.
-    `exchange` is in seconds, from the last finish on; what members train through is not idle (planner.overlap)."""
-    idle_exchange = max(0.0, exchange - plan.ahead_seconds)
+    `exchange` is in seconds, from the last finish on; what members train through is not idle (planner.overlap). Nobody
+    trains while it encodes or folds."""
+    held_up = sum(codec_seconds(volume, plan.topology, len(plan.members))) if plan.ahead_seconds else 0.0
+    idle_exchange = max(held_up, exchange - plan.ahead_seconds)
     round_seconds = plan.train_seconds + idle_exchange
     sent = [round(count) for count in sent_bytes(plan, volume).sum(axis=1)]
     rounds_a_day = DAY_SECONDS / round_seconds

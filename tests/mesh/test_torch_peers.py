@@ -374,3 +374,39 @@ async def test_a_run_of_three_goes_on_with_two_four_or_another_third(tmp_path: P
     assert totals == sorted(totals), "the run's totals go on over the restart"
     if "c" not in names:
         assert any("without ...id-c" in text for text in warned(again[0], "other_members")), "the difference is said"
+
+
+# ---------------------------------------------------------------- the next round begun early
+
+
+async def test_peers_that_train_ahead_stay_equal_and_train_each_position_once(tmp_path: Path) -> None:
+    """Real steps in the worker thread, over links on which an exchange takes as long as some of them, with residuals kept."""
+    planner = {"mode": "planned", "overlap": "delayed", "min_steps": 4, "max_steps": 12, "round_tokens": 16 * 60}
+    run = torch_run((write_text(tmp_path),), planner=planner, codec={"residual": True}, run={"rounds": 8})
+    peers = torch_mesh(tmp_path, ["a", "b", "c"], run, Network(latency_seconds=0.1))
+    began: list[int] = []
+
+    def watched(engine: TorchEngine) -> None:
+        """Steps take a while, so that an exchange takes few of them; notes how many a round begins with."""
+        real = engine.loop.step
+        engine.loop.step = lambda *args: (time.sleep(0.02), real(*args))[1]  # type: ignore[method-assign, func-returns-value]
+        train = engine.train
+
+        def noting(assignment: Any, plan: Any, should_close: Any, started: float) -> Any:
+            full = plan.of(assignment.peer)
+            if full is not None and assignment.ahead and full.inner_steps > assignment.inner_steps:
+                began.append(full.inner_steps - assignment.inner_steps)
+            return train(assignment, plan, should_close, started)
+
+        engine.train = noting  # type: ignore[method-assign]
+
+    for peer in peers:
+        peer.prepare = watched
+    await play(peers)
+    assert_equal(peers)
+    assert [contributed(peers[0], name) for name in "abc"] == [list(range(1, 9))] * 3
+    assert len(positions(peers[0])) == len(set(positions(peers[0])))
+    assert sum(began) > 10, "rounds begin with steps done before"
+    rounds = [event for peer in peers for event in of(peer, seen.RoundCommitted)]
+    assert all(min(e.times.compute, e.times.straggler_idle, e.times.wan_idle) >= 0 for e in rounds)
+    assert all(e.steps_done == e.inner_steps for e in rounds), "those done ahead are counted"

@@ -51,7 +51,10 @@ def test_every_member_gets_steps_for_the_time_of_the_exchange_and_a_margin() -> 
         assert any(f"with {a.ahead_steps} steps" in reason for reason in a.reasons)
     assert plan.idle_exchange_seconds == 0
     assert plan.round_seconds == plan.train_seconds
-    assert "overlap = delayed" in "\n".join(explain(plan))
+    text = "\n".join(explain(plan))
+    assert "overlap = delayed" in text
+    first = plan.members[0].ahead[0]
+    assert f"ahead {first.start:,} to {first.stop - 1:,}" in text
     assert plan_fault(plan) == ""
 
 

@@ -71,6 +71,22 @@ def test_figures_of_a_planned_round() -> None:
     assert idle >= 8 * max(figures["straggler_idle_share"], 0.005)
 
 
+def test_what_is_trained_through_is_no_idle_time() -> None:
+    slow = {"default": LinkSection(mbps=0.1)}
+    sites = files(*(site(name, speed, links=slow) for name, speed in (("h100", 4.0), ("a100", 2.0), ("rtx", 1.0))))
+    plain = json.loads(what_if(RUN, sites, as_json=True))
+    run = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"overlap": "delayed"})})
+    figures, text = json.loads(what_if(run, sites, as_json=True)), what_if(run, sites)
+    assert plain["idle_exchange_seconds"] == plain["exchange_seconds"] > 0.05 * plain["train_seconds"]
+    assert figures["exchange_seconds"] == pytest.approx(plain["exchange_seconds"], rel=0.05)
+    assert figures["idle_exchange_seconds"] < 0.1 * figures["exchange_seconds"]
+    assert figures["round_seconds"] == figures["train_seconds"] + figures["idle_exchange_seconds"]
+    assert figures["tokens_per_second"] > 1.05 * plain["tokens_per_second"]
+    assert "the rest is trained through" in text
+    assert "planner.overlap = delayed" in text
+    assert "trained through" not in what_if(RUN, sites)
+
+
 def test_who_is_done_early_sends_while_others_train() -> None:
     run = RUN.model_copy(update={"planner": RUN.planner.model_copy(update={"mode": "uniform"})})
     slow = {"default": LinkSection(mbps=0.03)}

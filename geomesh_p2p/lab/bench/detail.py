@@ -59,7 +59,7 @@ def _round(stage: Stage, val_ppl: float | None) -> Figures:
         "term": None,
         "members": [part.site for part in stage.parts],
         "topology": plan.topology if plan else None,
-        "planned_seconds": plan.train_seconds + plan.exchange_seconds if plan else None,
+        "planned_seconds": plan.round_seconds if plan else None,
         "seconds": stage.ends - stage.begins,
         "tokens": stage.tokens,
         "straggler_idle_share": sum(part.straggler_idle for part in stage.parts) / whole if whole else None,
@@ -111,7 +111,7 @@ def reasons_of(stages: Sequence[Stage]) -> tuple[str, ...]:
     plans = [stage.plan for stage in stages if isinstance(stage, Round) and not _together(stage)]
     if not plans:
         return ()
-    return tuple(line for line in explain(plans[len(plans) // 2])[1:] if not line.startswith("  positions "))
+    return tuple(line for line in explain(plans[len(plans) // 2])[1:] if not line.startswith(("  positions ", "  ahead ")))
 
 
 def fp32_bytes(stages: Sequence[Stage], parameters: int) -> tuple[float | None, float | None]:
