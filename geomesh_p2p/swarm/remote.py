@@ -152,7 +152,7 @@ class Remote:
         if len(self._waiting) > CONTROL_QUEUE:
             self._waiting.popleft()
             self.traffic.dropped += 1
-        self.shaper.submit(entry.size, lambda: self._passed(entry))
+        self.shaper.submit_control(entry.size, lambda: self._passed(entry))
 
     def _passed(self, entry: _Waiting) -> None:
         entry.ready = True
@@ -297,7 +297,7 @@ class Remote:
             self._asking[stream] = sequence, answer
             stream.on_bytes = on_bytes
             size = sum(len(buffer) for buffer in buffers)
-            self.shaper.submit(size, lambda: stream.write(buffers))
+            self.shaper.submit_control(size, lambda: stream.write(buffers))
             self.traffic.overhead_sent += size
             try:
                 result = await answer
@@ -352,7 +352,7 @@ class Remote:
                 left -= len(piece)
                 if left == 0:
                     before_last()
-                submit = self._submit_bulk if bulk else self.shaper.submit
+                submit = self._submit_bulk if bulk else self.shaper.submit_control
                 submit(len(piece), partial(stream.write, [piece]))
                 self.traffic.overhead_sent += len(piece)
 

@@ -118,6 +118,27 @@ def test_heartbeats_do_not_wait_for_bulk() -> None:
     run_virtual(scene())
 
 
+def test_control_on_an_emulated_way_does_not_stand_in_line_behind_bulk_and_takes_its_bytes_from_it() -> None:
+    async def scene() -> None:
+        way = Uplink("a", None, Shape(0.2, CAP))
+        begun = list[float]()
+
+        def beat() -> None:
+            begun.append(asyncio.get_running_loop().time())
+            way.remotes[0].send([bytes(2000)])
+
+        await send_for(way, 20.0, beat)
+        await asyncio.sleep(1.0)
+        sent = [at for at, _, kind, _ in way.written if kind == "control"]
+        assert len(sent) == len(begun)
+        waits = [after - before for before, after in zip(begun[1:], sent[1:], strict=True)]
+        assert max(waits) == pytest.approx(0.2 + 2000 / CAP, abs=0.002)
+        both = way.bytes("bulk") + way.bytes("control")
+        assert 0.95 * 20 * CAP <= both <= 20 * CAP + FRAME + WINDOW_BYTES
+
+    run_virtual(scene())
+
+
 def test_large_answers_pass_the_limit_as_well_and_small_ones_do_not_wait() -> None:
     async def scene() -> None:
         uplink = Uplink("ab")
