@@ -250,14 +250,20 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from geomesh_p2p.lab.bench.claims import claims
     from geomesh_p2p.lab.bench.command import Request, bench, table
     from geomesh_p2p.lab.bench.report.pages import again
 
     names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "processes")
     asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     request = Request(**asked)
-    print(table(again(request.out) if args.report_only else bench(_resolve(args).config, request)))
-    return 0
+    report = again(request.out) if args.report_only else bench(_resolve(args).config, request)
+    print(table(report))
+    if not args.check:
+        return 0
+    found = claims(report)
+    print("", *found, sep="\n")
+    return 0 if found and all(claim.holds for claim in found) else 1
 
 
 def _history_verify(args: argparse.Namespace) -> int:
@@ -429,6 +435,8 @@ def _parser() -> _Parser:
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
     benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")
     benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
+    about_check = "exit code 1 unless GeoMesh keeps what it claims against diloco (time, idle shares, perplexity)"
+    benchmark.add_argument("--check", action="store_true", help=about_check)
     about_report = "train nothing: report.md and report.html anew from DIR/report.json"
     benchmark.add_argument("--report-only", action="store_true", help=about_report)
 

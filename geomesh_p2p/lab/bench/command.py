@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from geomesh_p2p.config import RunConfig
@@ -13,11 +14,12 @@ from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import TUNED_LENGTHS, method_of
 from geomesh_p2p.lab.bench.report.pages import write
-from geomesh_p2p.lab.bench.results import Outcome, summary
+from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
 from geomesh_p2p.lab.bench.settings import load_setting
 
 TUNED = "diloco-tuned-H"
+TARGET_ABOVE = 1.1
 DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
 
 
@@ -55,7 +57,7 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         outcomes = [real.play(job, request.out, scale, to_stderr) for job in queue]
     else:
         outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
-    target = base.run.target_ppl or _reached_by_all(outcomes)
+    target = base.run.target_ppl or _usual_target(outcomes)
     about = {
         "run_id": base.run.id,
         "parameters": queue[0].volume().parameters,
@@ -72,9 +74,10 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     return report
 
 
-def _reached_by_all(outcomes: Sequence[Outcome]) -> float:
-    """Without run.target_ppl: the best perplexity that every method reaches with every seed."""
-    return max(min(one.curve.val_ppl) for one in outcomes)
+def _usual_target(outcomes: Sequence[Outcome]) -> float:
+    """Without run.target_ppl: a little above what the reference ends with; without it, what every method reaches."""
+    finals = [one.curve.val_ppl[-1] for one in outcomes if one.method == REFERENCE]
+    return TARGET_ABOVE * median(finals) if finals else max(min(one.curve.val_ppl) for one in outcomes)
 
 
 def _best(methods: Mapping[str, Any]) -> dict[str, Any]:
