@@ -154,8 +154,8 @@ class BrokenChain(ValueError):
     """An update does not follow from the log; nothing was changed."""
 
 
-REMEMBERED_ROUNDS = 4096
-REMEMBERED_SITES = 1024
+REMEMBERED_ROUNDS = 256
+REMEMBERED_SITES = 256
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ STAY = ("a", "b", "c")
 SAMPLE_EVERY_ROUNDS = 20
 WARM_UP_SECONDS = 400.0   # more than anything is kept of who is gone, so that from there on as many come as are forgotten
 LEAST_SAMPLES = 20
+CHANGE_SECONDS = (2.0, 8.0)   # from one coming or going to the next
 LIMIT_SECONDS = 120.0     # net.reach_seconds and an election: nothing here may take longer
 
 
@@ -44,7 +45,7 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
     try:
         mesh.start()
         mesh.together()
-        guests, number, next_sample, next_change = list[Site](), 0, 0, 0
+        guests, number, next_sample, next_change = list[Site](), 0, 0, 0.0
         warm_at = time.monotonic() + WARM_UP_SECONDS
         while (round := min(site.round for site in stayers)) < rounds:
             if round >= next_sample:
@@ -55,8 +56,9 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
                 for site in stayers if time.monotonic() >= warm_at else ():
                     for key, value in sample(site).items():
                         points[f"{site.name} {key}"].append((round, value))
-            if round >= next_change:
-                next_change = round + rng.randint(3, 12)
+            # By the clock: what is remembered for minutes would grow with the pace of the rounds, if guests came with them.
+            if time.monotonic() >= next_change:
+                next_change = time.monotonic() + rng.uniform(*CHANGE_SECONDS)
                 if len(guests) < 2 and (not guests or rng.random() < 0.6):
                     number += 1
                     guests.append(join(mesh, f"guest-{number:04}"))
@@ -66,7 +68,7 @@ def run(folder: Path, rounds: int, seed: int) -> Outcome:
                     outcome.wrong += leave(mesh, guest, stayers, in_good_order=rng.random() < 0.5)
                     outcome.leaves += guest.process is not None
                     outcome.kills += guest.process is None
-            goal = min(next_sample, next_change)
+            goal = min(next_sample, round + 1)
             until(lambda: min(site.round for site in stayers) >= goal, f"round {goal}", LIMIT_SECONDS)  # noqa: B023
         for site in stayers:
             if not site.alive or len(site.history("start")) != 1:
