@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from geomesh_p2p.lab.bench import trajectory
-from geomesh_p2p.lab.bench.methods import METHODS
+from geomesh_p2p.lab.bench.methods import METHODS, Method
 from geomesh_p2p.lab.bench.results import Outcome, summary
 from geomesh_p2p.lab.bench.runner import Job, jobs
 from geomesh_p2p.lab.bench.settings import Setting
@@ -59,7 +59,7 @@ def test_whatever_training_depends_on_is_in_its_key(sections: dict[str, Any], tm
     base, where = run_config(tmp_path), setting()
     keys = []
     for run in (base, run_config(tmp_path, **sections)):
-        config = METHODS["diloco-1bit"].run_config(run, where, BUDGET)
+        config = Method("plain", "nothing of its own").run_config(run, where, BUDGET)
         workers = trajectory.Workers(config, ["far"])
         keys.append(trajectory.key_of(workers.fingerprint, [], 1))
     assert keys[0] != keys[1]

@@ -68,27 +68,35 @@ def _by_speed(setting: Setting, batch: int, sequences: float) -> dict[str, tuple
 
 FP32 = {"payload": "fp32"}
 REDUCE = {"topology": "reduce"}
+# Outer constants, each the best of a sweep at the reference round length (LOG.md): plain numbers want less momentum than signs.
+OUTER_FP32 = {"learning_rate": 0.7, "momentum": 0.3}
+OUTER_SIGNS = {"learning_rate": 0.7, "momentum": 0.5}
+NO_OUTER = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+# Rounds grow, to twice the reference at most, until the exchange takes 7% of them.
+LONGEST = 2.0
+PLANNED = {"mode": "planned", "exchange_share": 0.07}
 
 
 def _methods() -> tuple[Method, ...]:
-    diloco = {"codec": FP32, "planner": REDUCE}
+    diloco = {"codec": FP32, "planner": REDUCE, "outer": OUTER_FP32}
     int8 = {**diloco, "codec": {"payload": "int8"}}
-    planned = {"planner": {"mode": "planned"}}
-    delayed = {"planner": {"mode": "planned", "overlap": "delayed"}}
+    planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
+    delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed"}}
+    fp32 = {**planned, "codec": FP32, "outer": OUTER_FP32}
     return (
-        Method("ddp", "gradients averaged after every step, fp32", "gradients", diloco),
+        Method("ddp", "gradients averaged after every step, fp32", "gradients", {**diloco, "outer": NO_OUTER}),
         Method("diloco", "equal batch and steps, fp32, at the reference round length", changes=diloco),
         Method("diloco-2x", "diloco with rounds twice as long", changes=diloco, length=2),
         Method("diloco-4x", "diloco with rounds four times as long", changes=diloco, length=4),
         Method("diloco-fp16", "diloco with fp16 on the wire", changes={**diloco, "codec": {"payload": "fp16"}}),
         Method("diloco-int8", "diloco with int8 on the wire", changes=int8),
         Method("diloco-steps", "inner steps in proportion to speed, fp32", changes=diloco, speed_steps=True),
-        Method("diloco-1bit", "diloco with signs on the wire", changes={}),
+        Method("diloco-1bit", "diloco with signs on the wire", changes={"outer": OUTER_SIGNS}),
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
-        Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned),
-        Method("geomesh-fp32", "planned batch and steps, fp32", changes={**planned, "codec": FP32}),
+        Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned, longest=LONGEST),
+        Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
         Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
-        Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, frozen=True),
+        Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, longest=LONGEST, frozen=True),
     )
 
 
