@@ -22,7 +22,7 @@ STAY = ("a", "b", "c")
 SAMPLE_EVERY_ROUNDS = 20
 WARM_UP_SECONDS = 400.0   # more than anything is kept of who is gone, so that from there on as many come as are forgotten
 LEAST_SAMPLES = 20
-CHANGE_SECONDS = (2.0, 8.0)   # from one coming or going to the next
+CHANGE_SECONDS = (1.0, 4.0)   # from one coming or going to the next
 LIMIT_SECONDS = 120.0     # net.reach_seconds and an election: nothing here may take longer
 
 

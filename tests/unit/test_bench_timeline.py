@@ -57,7 +57,8 @@ def test_equal_sites_do_not_wait_for_each_other_and_unequal_ones_do_unless_plann
 def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_path: Path) -> None:
     sites = [place("far", 0.2), place("near", 0.1)]
     where = setting(sites=sites, reference_round_sequences=64, links=OVER_2_MBPS)
-    plain, delayed = (play(name, where, tmp_path, 4 * BUDGET) for name in ("geomesh", "geomesh-delayed"))
+    both = ("geomesh", "geomesh-delayed")
+    plain, delayed = (play(name, where, tmp_path, 4 * BUDGET, longest=None) for name in both)
     assert idle_shares(plain, "near").wan > 0.2
     assert idle_shares(delayed[:-1], "near").wan < 0.01, "but for the last round, which none follows"
     assert delayed[-1].ends < 0.8 * plain[-1].ends
@@ -70,7 +71,7 @@ def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_pa
     assert all(part.ahead_steps == 0 for part in delayed[-1].parts), "no round follows the last one"
     # Rounds so short that half of the steps do not last: the rest is idle time.
     short = setting(sites=sites, links={"pairs": [{"between": ["far", "near"], "mbps": 6, "rtt_ms": 100}]})
-    plain, delayed = (play(name, short, tmp_path) for name in ("geomesh", "geomesh-delayed"))
+    plain, delayed = (play(name, short, tmp_path, longest=None) for name in both)
     middle = delayed[2:-1]
     assert all(one.ahead_steps(m.site) == m.ahead_steps == m.inner_steps // 2 for one in middle for m in one.plan.members)
     assert 0.02 < idle_shares(middle, "near").wan < 0.5 * idle_shares(plain[2:-1], "near").wan

@@ -66,15 +66,17 @@ def _by_speed(setting: Setting, batch: int, sequences: float) -> dict[str, tuple
     return {name: (batch, max(1, round(steps * speed))) for name, speed in speeds.items()}
 
 
-FP32 = {"payload": "fp32"}
-REDUCE = {"topology": "reduce"}
+Fields = dict[str, Any]
+
+FP32: Fields = {"payload": "fp32"}
+REDUCE: Fields = {"topology": "reduce"}
 # Outer constants, each the best of a sweep at the reference round length (LOG.md): plain numbers want less momentum than signs.
-OUTER_FP32 = {"learning_rate": 0.7, "momentum": 0.3}
-OUTER_SIGNS = {"learning_rate": 0.7, "momentum": 0.5}
-NO_OUTER = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+OUTER_FP32: Fields = {"learning_rate": 0.7, "momentum": 0.3}
+OUTER_SIGNS: Fields = {"learning_rate": 0.7, "momentum": 0.5}
+NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Rounds grow, to twice the reference at most, until the exchange takes 7% of them.
 LONGEST = 2.0
-PLANNED = {"mode": "planned", "exchange_share": 0.07}
+PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 
 
 def _methods() -> tuple[Method, ...]:
