@@ -9,6 +9,7 @@ from typing import Any
 
 OURS, REFERENCE, TUNED = "geomesh", "diloco", "diloco-tuned-H"
 MAX_PERPLEXITY_LOSS = 0.02
+NOTHING = 1e-9  # a share of time that is rounding alone
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _sooner(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str, least
 
 
 def _lower(text: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str, times: float) -> Claim:
-    factor = math.inf if ours[key] == 0 else theirs[key] / ours[key]
+    factor = math.inf if ours[key] < NOTHING else theirs[key] / ours[key]
     return Claim(f"{text}, so many times lower than diloco's", factor, f"at least {times:g}", factor >= times)
 
 
