@@ -394,6 +394,7 @@ def test_what_is_no_report_is_a_users_mistake(text: str | None, tmp_path: Path) 
         again(tmp_path)
 
 
+@pytest.mark.long
 def test_the_command_writes_all_files_prints_the_table_and_makes_the_pages_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
