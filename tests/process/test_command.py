@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 GEOMESH = (sys.executable, "-m", "geomesh_p2p.cli")
 
@@ -32,10 +30,3 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.communicate(timeout=60)[1] == ""
-
-
-@pytest.mark.parametrize("verb", ["bench"])
-def test_make_verbs_that_are_not_there_yet_say_so(verb: str) -> None:
-    done = shell("make", verb)
-    assert done.returncode == 2
-    assert f"make {verb}: not part of this release" in done.stderr
