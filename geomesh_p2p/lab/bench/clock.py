@@ -25,7 +25,7 @@ class World:
         """What each site would find at the start; site names stand for peer ids."""
         return tuple(
             Profile(site.name, site.name, site.device, tuple(
-                BatchTime(batch, site.fixed_seconds + batch * site.sequence_seconds) for batch in sorted({1, site.max_batch})
+                BatchTime(batch, site.step_seconds(batch)) for batch in sorted({1, site.max_batch})
             ))
             for site in self.setting.sites
         )  # fmt: skip
@@ -62,8 +62,7 @@ class Moment:
     rtts: Array
 
     def step_seconds(self, site: int, batch: int) -> float:
-        place = self.setting.sites[site]
-        return (place.fixed_seconds + batch * place.sequence_seconds) / float(self.speeds[site])
+        return self.setting.sites[site].step_seconds(batch) / float(self.speeds[site])
 
     def transfer_seconds(self, source: int, target: int, size: float) -> float:
         """Until the last of `size` bytes has arrived."""

@@ -32,10 +32,6 @@ class Method:
     speed_steps: bool = False
     frozen: bool = False
 
-    @property
-    def planned(self) -> bool:
-        return self.changes.get("planner", {}).get("mode") == "planned"
-
     def run_config(self, run: RunConfig, setting: Setting, total_tokens: int) -> RunConfig:
         """The run file's configuration for this method under `setting`, trained on `total_tokens`."""
         sequences = setting.reference_round_sequences * self.length
@@ -61,7 +57,7 @@ class Method:
 
 def _by_speed(setting: Setting, batch: int, sequences: float) -> dict[str, tuple[int, int]]:
     """The same batch for all, steps in proportion to speed, `sequences` in all."""
-    speeds = {site.name: 1 / (site.fixed_seconds + batch * site.sequence_seconds) for site in setting.sites}
+    speeds = {site.name: 1 / site.step_seconds(batch) for site in setting.sites}
     steps = sequences / batch / sum(speeds.values())
     return {name: (batch, max(1, round(steps * speed))) for name, speed in speeds.items()}
 

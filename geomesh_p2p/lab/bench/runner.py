@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
@@ -161,12 +161,6 @@ def _alone() -> None:
 
 def _play(job: Job, store: Path) -> Outcome:
     return job.play(store)
-
-
-def priced(queue: Sequence[Job]) -> Iterator[tuple[Job, Sequence[Stage]]]:
-    """The jobs in virtual time alone."""
-    for job in queue:
-        yield job, job.stages()
 
 
 def to_stderr(text: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from geomesh_p2p.config import EmulationSection, LinkSection, Section, SiteConfig, SiteSection
+from geomesh_p2p.config import Section
 from geomesh_p2p.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "settings"
@@ -36,6 +36,14 @@ class Place(Section):
     fixed_seconds: float = Field(ge=0)
     sequence_seconds: PositiveFloat
     max_batch: PositiveInt
+
+    def step_seconds(self, batch: int) -> float:
+        return self.fixed_seconds + batch * self.sequence_seconds
+
+    @property
+    def best_rate(self) -> float:
+        """Sequences a second at the largest batch."""
+        return self.max_batch / self.step_seconds(self.max_batch)
     egress_usd_per_gb: float | None = Field(default=None, ge=0)
     """Of bytes that leave its region, if it differs from the setting's. A GB is 1e9 bytes."""
 
@@ -191,27 +199,6 @@ class Setting(Section):
         except (OSError, ValueError, IndexError) as error:
             wanted = "a header row, then a row per region"
             raise ConfigError(f"{path}: not a matrix of round trips in ms ({error}): {wanted}") from None
-
-    # ------------------------------------------------------------ for a mesh of real processes
-
-    def site_configs(self, rates: Array, time_scale: float) -> list[SiteConfig]:
-        """The setting as site files: every time `time_scale` times as long, every rate as many times lower."""
-        found = []
-        for i, site in enumerate(self.sites):
-            links = {
-                other.name: LinkSection(rtt_ms=1000 * self.rtts[i, j] * time_scale, mbps=rates[i, j] * 8 / 1e6 / time_scale)
-                for j, other in enumerate(self.sites)
-                if i != j
-            }
-            emulation = EmulationSection(
-                device=site.device,
-                fixed_seconds=site.fixed_seconds,
-                sequence_seconds=site.sequence_seconds,
-                max_batch=site.max_batch,
-                time_scale=time_scale,
-            )
-            found.append(SiteConfig(site=SiteSection(name=site.name, region=site.region), emulation=emulation, links=links))
-        return found
 
 
 def shipped() -> list[str]:
