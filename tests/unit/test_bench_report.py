@@ -214,7 +214,7 @@ def test_rounds_of_a_change_count_from_its_third_on(tmp_path: Path) -> None:
     assert planned < static
     assert "From the third round of a change" in said(found)
     changed = [one["changed"] for one in found["methods"]["geomesh"]["rounds"]]
-    assert True in changed
+    assert any(changed)
     assert not changed[0]
     assert "pictures/changes.svg" in pages(found)
 

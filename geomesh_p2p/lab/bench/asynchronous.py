@@ -24,8 +24,8 @@ from geomesh_p2p.core.types import NO_TERM, Assignment, Plan, Range
 from geomesh_p2p.lab.bench.clock import Moment, World
 from geomesh_p2p.lab.bench.timeline import Part, Stage
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, Workers, keep, read
+from geomesh_p2p.lab.report import FP32_BYTES
 
-FP32_BYTES = 4
 Kind = Literal["train", "send", "apply", "merge"]
 
 

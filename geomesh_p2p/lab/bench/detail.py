@@ -14,6 +14,7 @@ from typing import Any
 from geomesh_p2p.core.reasons import explain
 from geomesh_p2p.lab.bench.settings import Array, Setting
 from geomesh_p2p.lab.bench.timeline import Part, Round, Stage
+from geomesh_p2p.lab.report import FP32_BYTES
 
 GANTT_ROUNDS = 3        # of the reference; the other methods are shown for as long
 MOST_GANTT_ROUNDS = 60  # of one method
@@ -124,7 +125,7 @@ def fp32_bytes(stages: Sequence[Stage], parameters: int) -> tuple[float | None, 
     for one in rounds:
         size = sum(1 for part in one.parts if part.steps)
         exchanges = one.plan.members[0].inner_steps if _together(one) else 1
-        once = 2 * (size - 1) * 4.0 * parameters
+        once = 2 * (size - 1) * FP32_BYTES * parameters
         ring += exchanges * once
         # Where all steps are one worker's, its plan is a gather of one; what is sent is a reduce.
         same += exchanges * (once * size / 2 if one.plan.topology == "gather" and not _together(one) else once)

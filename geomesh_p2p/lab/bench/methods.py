@@ -66,7 +66,8 @@ Fields = dict[str, Any]
 
 FP32: Fields = {"payload": "fp32"}
 REDUCE: Fields = {"topology": "reduce"}
-# Outer constants, each the best of a sweep at the reference round length (LOG.md): plain numbers want less momentum than signs.
+# Outer constants: the best of a sweep of diloco, and of geomesh, at the reference round length (LOG.md); the other methods take
+# those of their payload. Plain numbers want less momentum than signs.
 OUTER_FP32: Fields = {"learning_rate": 0.7, "momentum": 0.3}
 OUTER_SIGNS: Fields = {"learning_rate": 0.7, "momentum": 0.5}
 NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
