@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from geomesh_p2p.core.choice import Items
 
-TASK = "geomesh_continuation_choice"
+TASK = "continuation_choice"
 ITEMS_FILE = "items.jsonl"
 
 
