@@ -57,6 +57,11 @@ class ModelSection(Section):
     """Tokens per training sequence."""
     autocast: Literal["auto", "off", "bf16"] = "auto"
     """bf16 autocast; auto: on where the device has it natively. Weights stay fp32."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """How attention is computed: sdpa, fused; eager, matrix by matrix (on a CPU the faster one for short sequences in bf16, but
+    its memory grows with the square of the length). auto: what the architecture prefers."""
+    compile: bool = False
+    """Training steps through torch.compile: faster, after some seconds at the start. On a CPU it needs a C++ compiler."""
     gradient_checkpointing: bool = False
     """Keep a block's input alone and compute it again in the backward pass: less memory, slower steps."""
     freeze: tuple[str, ...] = ()

@@ -248,7 +248,7 @@ class _Undone:
 
 # Per site or without influence on what a step computes, beyond rounding.
 _NOT_IN_FINGERPRINT = {
-    "model": {"path", "gradient_checkpointing"},
+    "model": {"path", "attention", "compile", "gradient_checkpointing"},
     "dataset": {"read_seconds", "keep_tokens", "source", "paths", "field", "tokenizer", "validation_sequences", "shuffle"},
     "inner": {"micro_batch", "max_skipped_steps"},
 }

@@ -113,7 +113,7 @@ class InnerLoop:
         loss = torch.zeros((), device=model.device)
         for part in tokens.split(self.settings.micro_batch or max(1, len(tokens))):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=self.bf16):
-                logits = model.logits(part[:, :-1])
+                logits = model.training_logits(part[:, :-1])
                 mean = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
             share = mean * (len(part) / batch)
             share.backward()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +44,7 @@ class FlatModel:
     layout: Layout
     segments: tuple[tuple[int, int, bool], ...]
     vocabulary: int
+    compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +53,23 @@ class FlatModel:
     def logits(self, inputs: torch.Tensor) -> torch.Tensor:
         """(batch, length) token ids -> (batch, length, vocabulary)."""
         return self.module(input_ids=inputs, use_cache=False).logits
+
+    def training_logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        """As logits, through torch.compile where the run asks for it. Raises ConfigError where it cannot compile."""
+        if self.compiled is None:
+            return self.logits(inputs)
+        torch._dynamo.mark_dynamic(inputs, 0)  # batch sizes change with every plan
+        try:
+            return self.compiled(inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as failed:
+            first = str(failed).strip().splitlines()[0]
+            raise ConfigError(
+                f"model.compile: {first}; install what it needs (on a CPU a C++ compiler), or set it to false"
+            ) from failed
+
+    def for_training(self, compile: bool) -> FlatModel:
+        """This model, its training_logits() compiled or not."""
+        return replace(self, compiled=torch.compile(self.logits) if compile else None)
 
     def weights(self) -> npt.NDArray[np.float32]:
         """The flat vector for NumPy: shared memory on a CPU, a copy from elsewhere."""
@@ -92,7 +110,9 @@ def build(
         new_weights(module, seed, layers=int(getattr(config, "num_hidden_layers", 1)), std=std)
     if section.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return flatten(module.to(device), int(config.vocab_size), granularity)
+    if section.attention != "auto":
+        module.set_attn_implementation(section.attention)
+    return flatten(module.to(device), int(config.vocab_size), granularity).for_training(section.compile)
 
 
 def parameter_count(section: ModelSection, vocabulary: int) -> int:

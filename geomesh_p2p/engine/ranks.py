@@ -46,4 +46,4 @@ class Ranks:
 def _replica(model: FlatModel, device: torch.device) -> FlatModel:
     module = copy.deepcopy(model.module)
     module.zero_grad(set_to_none=True)
-    return flatten(module.to(device).train(), model.vocabulary)
+    return flatten(module.to(device).train(), model.vocabulary).for_training(model.compiled is not None)

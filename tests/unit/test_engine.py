@@ -202,6 +202,8 @@ def test_measured_step_times_are_agreed_with_while_they_hold(make):
     for other in (
         make(site={"device": {"name": "cpu", "threads": 1, "max_batch": 3}}),
         make(model={"gradient_checkpointing": True}),
+        make(model={"attention": "eager"}),
+        make(model={"compile": True}),
         make(inner={"micro_batch": 1}),
     ):
         assert other.speed_depends_on != depends_on
@@ -262,7 +264,8 @@ def test_a_fingerprint_names_the_field_that_differs(make):
     assert {"seed", "weights", "data.validation"} <= differing(run={"seed": 5})
     assert "data.shuffle" in differing(dataset={"shuffle": False})
     # What each site may choose for itself does not count.
-    assert differing(inner={"micro_batch": 2}, model={"gradient_checkpointing": True}, net={"streams": 2}) == set()
+    own = {"gradient_checkpointing": True, "compile": True, "attention": "eager"}
+    assert differing(inner={"micro_batch": 2}, model=own, net={"streams": 2}) == set()
 
 
 def test_gradient_checkpointing_computes_the_same(make):
@@ -270,6 +273,14 @@ def test_gradient_checkpointing_computes_the_same(make):
     for engine in (plain, thrifty):
         train(engine, 0, 8)
     assert np.array_equal(plain.weights(), thrifty.weights())
+
+
+def test_attention_computes_the_same_either_way(make):
+    fused, plain = make(model={"attention": "sdpa"}), make(model={"attention": "eager"})
+    assert fused.model.module.config._attn_implementation != plain.model.module.config._attn_implementation
+    for engine in (fused, plain):
+        train(engine, 0, 8)
+    np.testing.assert_allclose(fused.weights(), plain.weights(), rtol=0, atol=1e-4)
 
 
 def test_mistakes_are_refused_before_anything_is_built(make):

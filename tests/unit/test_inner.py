@@ -14,7 +14,7 @@ from geomesh_p2p.engine import model as models
 from geomesh_p2p.engine.data import Corpus, DataManifest
 from geomesh_p2p.engine.feed import Feed
 from geomesh_p2p.engine.inner import InnerLoop, learning_rate, run_round
-from geomesh_p2p.errors import DataError
+from geomesh_p2p.errors import ConfigError, DataError
 
 VOCABULARY, LENGTH = 40, 12
 MODEL = ModelSection(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=2, sequence_length=LENGTH)
@@ -162,6 +162,27 @@ def test_bf16_autocast_keeps_fp32_weights_and_about_the_same_loss():
     assert loss == pytest.approx(expected, rel=0.02)
     assert loss != expected
     assert fast.model.flat.dtype == torch.float32
+
+
+def test_a_compiled_step_of_any_batch_is_the_same_step():
+    plain, compiled = InnerLoop(build(), InnerSection()), InnerLoop(build().for_training(compile=True), InnerSection())
+    for batch in (4, 7, 1):
+        expected, found = plain.step(ids(batch), 1e-3)[0], compiled.step(ids(batch), 1e-3)[0]
+        assert found == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(compiled.model.flat, plain.model.flat, rtol=0, atol=1e-4)
+    assert compiled.model.compiled is not None
+
+
+def test_what_cannot_be_compiled_says_what_to_do(monkeypatch):
+    def without_a_compiler(_):
+        def fail(_):
+            raise torch._dynamo.exc.BackendCompilerFailed(None, RuntimeError("no compiler"), None)
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
+    with pytest.raises(ConfigError, match=r"model.compile: .*C\+\+ compiler.*false"):
+        InnerLoop(build().for_training(compile=True), InnerSection()).step(ids(), 1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
