@@ -424,7 +424,8 @@ def _parser() -> _Parser:
 
     benchmark = add("bench", _bench, "Train with GeoMesh and with the methods it is measured against, and compare.")
     benchmark.add_argument("--setting", metavar="NAME", help="one that ships, or a .toml file")
-    benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME", help="default: diloco and what is added")
+    benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME",
+                           help="or all; default: diloco and what is added")
     benchmark.add_argument("--seeds", nargs="+", type=int, action="extend", metavar="N", help="default: 1")
     benchmark.add_argument("--tokens", type=int, metavar="N", help="of each training")
     about_vary = "section.key=value,value,...: each method with each of them"

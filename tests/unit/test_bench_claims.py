@@ -15,8 +15,8 @@ DILOCO: dict[str, Any] = {"time_to_target_seconds": 100.0, "straggler_idle_share
 
 
 def failing(ours: dict[str, Any], **others: dict[str, Any]) -> list[str]:
-    found = claims({"methods": {"geomesh": ours, "diloco": DILOCO, **others}})
-    assert len(found) == 6 + len(others)
+    found = claims({"seeds": [1], "methods": {"geomesh": ours, "diloco": DILOCO, **others}})
+    assert len(found) == 6 + len(others) + ("async" in others)
     return [claim.text for claim in found if not claim.holds]
 
 
@@ -46,8 +46,36 @@ def test_another_method_is_compared_where_it_was_played() -> None:
     assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, "time_to_target_seconds": 47.0}}) != []
     assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, "time_to_target_seconds": 49.0}}) == []
     assert failing(GOOD, **{"async": {**DILOCO, "time_to_target_seconds": 24.0}}) != []
-    assert failing(GOOD, **{"async": {**DILOCO, "time_to_target_seconds": None}}) == []
+    assert failing(GOOD, **{"async": {**DILOCO, "time_to_target_seconds": None, "final_ppl": 5.06}}) == []
+    assert failing(GOOD, **{"async": {**DILOCO, "final_ppl": 5.04}}) == ["final perplexity against that of async, as a share"]
+    assert failing(GOOD, **{"geomesh-delayed": {**GOOD, "wan_idle_share": 0.019}}) == []
+    assert failing(GOOD, **{"geomesh-delayed": {**GOOD, "wan_idle_share": 0.021}}) == ["WAN idle of geomesh-delayed"]
+
+
+def test_the_methods_with_lion_are_compared_with_each_other() -> None:
+    methods = {"geomesh-lion": {**GOOD, "final_ppl": 6.01}, "diloco-lion": {**DILOCO, "final_ppl": 6.0}}
+    found = claims({"seeds": [1, 2, 3], "methods": methods})
+    assert len(found) == 6
+    assert all(claim.holds and "diloco-lion" in claim.text for claim in found)
+
+
+def test_over_three_seeds_less_perplexity_may_be_lost() -> None:
+    def holds(seeds: list[int]) -> bool:
+        found = claims({"seeds": seeds, "methods": {"geomesh": {**GOOD, "final_ppl": 5.08}, "diloco": DILOCO}})
+        return all(claim.holds for claim in found)
+
+    assert holds([1, 2])
+    assert not holds([1, 2, 3])
+
+
+@pytest.mark.parametrize(("accuracy", "low", "failing"), [(0.31, -0.009, 0), (0.29, -0.009, 1), (0.31, -0.011, 1)])
+def test_continuation_choice_is_claimed_where_it_was_asked(accuracy: float, low: float, failing: int) -> None:
+    diloco = {**DILOCO, "continuation_accuracy": accuracy, "continuation_stderr": 0.01}
+    ours = {**GOOD, "continuation_against_diloco": {"low": low}}
+    found = claims({"seeds": [1], "methods": {"geomesh": ours, "diloco": diloco}})
+    assert len(found) == 8
+    assert sum(not claim.holds for claim in found) == failing
 
 
 def test_nothing_is_claimed_without_both() -> None:
-    assert claims({"methods": {"geomesh": GOOD}}) == []
+    assert claims({"seeds": [1], "methods": {"geomesh": GOOD}}) == []

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import real
-from geomesh_p2p.lab.bench.methods import TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
@@ -20,6 +20,7 @@ from geomesh_p2p.lab.bench.settings import load_setting
 
 TUNED = "diloco-tuned-H"
 TARGET_ABOVE = 1.1
+_GROUPS = {TUNED: TUNED_LENGTHS, "all": tuple(METHODS)}
 DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
 
 
@@ -44,7 +45,7 @@ class Request:
 def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     """Runs what is missing, writes its report (report/pages.py) and returns it. Raises ConfigError."""
     setting = load_setting(request.setting)
-    names = [part for name in request.methods for part in (TUNED_LENGTHS if name == TUNED else (name,))]
+    names = [part for name in request.methods for part in _GROUPS.get(name, (name,))]
     methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary)
     reference = setting.reference_round_sequences * base.model.sequence_length
     if request.tokens < reference:

@@ -21,7 +21,7 @@ Kind = Literal["rounds", "gradients", "async"]
 class Method:
     """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds, `longest` what
     it may grow to where the exchange takes long; `speed_steps`: inner steps follow each site's speed, at the reference's
-    batch; `frozen`: the first plan stands for the whole run."""
+    batch; `frozen`: the first plan stands for the whole run; `rate_share`: its inner learning rate, of the run file's."""
 
     name: str
     about: str
@@ -31,6 +31,7 @@ class Method:
     longest: float | None = None
     speed_steps: bool = False
     frozen: bool = False
+    rate_share: float = 1.0
 
     def run_config(self, run: RunConfig, setting: Setting, total_tokens: int) -> RunConfig:
         """The run file's configuration for this method under `setting`, trained on `total_tokens`."""
@@ -45,7 +46,7 @@ class Method:
             planner["max_round_tokens"] = round(setting.reference_round_sequences * self.longest * run.model.sequence_length)
         if self.speed_steps:
             planner |= {"mode": "fixed", "fixed": _by_speed(setting, batch, sequences)}
-        inner = {"total_tokens": total_tokens}
+        inner = {"total_tokens": total_tokens, "learning_rate": run.inner.learning_rate * self.rate_share}
         changes: dict[str, dict[str, Any]] = {"planner": planner, "inner": inner}
         for section, values in self.changes.items():
             changes[section] = {**changes.get(section, {}), **values}
@@ -71,6 +72,9 @@ REDUCE: Fields = {"topology": "reduce"}
 OUTER_FP32: Fields = {"learning_rate": 0.7, "momentum": 0.3}
 OUTER_SIGNS: Fields = {"learning_rate": 0.7, "momentum": 0.5}
 NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+# Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.
+LION_RATE = 0.25
+LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
 # Rounds grow, to twice the reference at most, until the exchange takes 7% of them.
 LONGEST = 2.0
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
@@ -95,6 +99,9 @@ def _methods() -> tuple[Method, ...]:
         Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned, longest=LONGEST),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
         Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
+        Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
+        Method("geomesh-lion", "geomesh, the inner steps by Lion", changes={**planned, "inner": LION}, longest=LONGEST,
+               rate_share=LION_RATE),
         Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, longest=LONGEST, frozen=True),
     )
 
