@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geomesh_p2p.core import codec
+from geomesh_p2p.core.layout import Layout
+from geomesh_p2p.core.ports import Vector
 from geomesh_p2p.lab.bench import trajectory
 from geomesh_p2p.lab.bench.methods import METHODS, Method
 from geomesh_p2p.lab.bench.results import Outcome, summary
 from geomesh_p2p.lab.bench.runner import Job, jobs
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import Round
-from geomesh_p2p.lab.bench.trajectory import Point, read
+from geomesh_p2p.lab.bench.trajectory import Point, Workers, read
 from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
 
 BUDGET = 6 * 16 * SEQUENCE_LENGTH
@@ -89,11 +92,39 @@ def test_steps_done_before_the_update_are_trained_before_it(tmp_path: Path) -> N
     assert outcomes[0].curve.val_ppl[-1] == pytest.approx(outcomes[1].curve.val_ppl[-1], rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "residual"), [("geomesh", False), ("geomesh", True), ("geomesh-delayed", True)])
+def test_what_a_reducer_leaves_unsaid_it_says_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = job("diloco-1bit", tmp_path, codec={"residual": True}, planner={"topology": "reduce"})
+    means, said = list[dict[int, Vector]](), list[dict[int, Vector]]()
+    encode_part = codec.encode_part
+
+    def recorded(layout: Layout, settings: Any, mean: Vector, start: int, stop: int, *rest: Any) -> Any:
+        part = encode_part(layout, settings, mean, start, stop, *rest)
+        means.append({start: mean.copy()})
+        said.append({start: codec.decode_part(layout, settings, part, start, stop, np.empty(stop - start, np.float32))})
+        return part
+
+    monkeypatch.setattr(codec, "encode_part", recorded)
+    workers = Workers(one.run, ["far", "near"])
+    played = [stage for stage in one.stages() if isinstance(stage, Round)]
+    for stage in played:
+        workers.round(stage)
+    assert len(means) == 2 * len(played) > 6
+    for residual in workers.part_residuals.values():
+        share, unsaid = residual.committed_values() or pytest.fail("nothing is unsaid")
+        whole = sum(mean[share.start] for mean in means if share.start in mean)
+        heard = sum(part[share.start] for part in said if share.start in part)
+        np.testing.assert_allclose(whole, heard + unsaid, atol=1e-5)
+        assert np.abs(whole - heard).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "residual", "topology"),
+    [("geomesh", False, "auto"), ("geomesh", True, "gather"), ("geomesh", True, "reduce"), ("geomesh-delayed", True, "auto")],
+)
 def test_one_that_was_stopped_goes_on_to_the_same_bits(
-    name: str, residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, residual: bool, topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"codec": {"residual": residual}}
+    sections = {"codec": {"residual": residual}, "planner": {"topology": topology}}
     whole = job(name, tmp_path, **sections).play(tmp_path / "whole")
     monkeypatch.setattr(trajectory, "SAVE_SECONDS", 0.0)
 

@@ -25,12 +25,14 @@ from geomesh_p2p.core import codec, outer
 from geomesh_p2p.core.canonical import Digest, digest, digest_bytes
 from geomesh_p2p.core.log import first_positions
 from geomesh_p2p.core.ports import FoldUpdate, InnerResult, TrainRound, Vector
-from geomesh_p2p.core.types import Contribution, Plan, Update
+from geomesh_p2p.core.types import Contribution, Plan, Range, Update
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity
 from geomesh_p2p.engine.inner import InnerLoop
 from geomesh_p2p.errors import DataError
 from geomesh_p2p.lab.bench.timeline import Round
+from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
+from geomesh_p2p.swarm.part_residual import PartResidual
 
 SAVE_SECONDS = 120.0
 
@@ -77,6 +79,7 @@ class Workers:
         self.run = run
         self.models: dict[str, train.LocalModel] = {}
         self.engines: dict[str, TorchEngine] = {}
+        self.part_residuals: dict[str, PartResidual] = {}
         for name in sites:
             config = SiteConfig(site=SiteSection(name=name), device=DeviceSection(name="cpu", threads=1))
             engine = TorchEngine(run, config, cache=cache)
@@ -84,6 +87,8 @@ class Workers:
             state = outer.OuterState.founded(np.array(engine.weights()))
             residual = np.zeros_like(state.anchor) if run.codec.residual else None
             self.models[name] = train.LocalModel(name, name, engine, engine.layout, state, run.codec, run.outer, residual)
+            if run.codec.residual:
+                self.part_residuals[name] = PartResidual(ExchangeCodec(engine.layout, run.codec))
         self.first = next(iter(self.models.values()))
         self.base = digest("bench", next(iter(self.engines.values())).weights_digest)
 
@@ -123,23 +128,31 @@ class Workers:
 
     def _exchange(self, plan: Plan, contributions: Sequence[tuple[Contribution, Any]]) -> tuple[Update, bytes]:
         payloads, tokens = [payload for _, payload in contributions], [c.tokens for c, _ in contributions]
-        layout, settings = self.first.layout, self.run.codec
+        layout, settings, answers = self.first.layout, self.run.codec, list[tuple[str, Range, Vector, Any]]()
         if plan.topology == "gather":
             body = b"".join(bytes(payload) for payload in payloads)
         else:
             mean = codec.Mean(layout, settings, payloads, tokens)
             parts = []
-            for share in plan.shares:
+            for reducer, share in zip(plan.peers, plan.shares, strict=True):
                 if len(share):
                     values = mean.read(share.start, share.stop, np.empty(len(share), np.float32))
-                    part = codec.encode_part(layout, settings, values, share.start, share.stop, round=plan.round)
+                    residual = self.part_residuals.get(reducer)
+                    unsaid = None if residual is None else residual.of(share)
+                    part = codec.encode_part(layout, settings, values, share.start, share.stop, unsaid, plan.round)
                     if isinstance(part, codec.NotFinite):
                         raise DataError(f"round {plan.round}: {part.tensor} of the mean is not finite")
                     parts.append(bytes(part))
+                    answers.append((reducer, share, values, part))
             body = b"".join(parts)
+        body_digest = digest_bytes(np.frombuffer(body, np.uint8))
+        for reducer, share, values, part in answers:
+            if reducer in self.part_residuals:
+                self.part_residuals[reducer].answered(body_digest, share, values, part)
+                self.part_residuals[reducer].committed(body_digest)
         update = Update(
             plan.round, self.base, plan.topology, plan.shares, tuple(c for c, _ in contributions), plan.peers,
-            digest_bytes(np.frombuffer(body, np.uint8)), len(body),
+            body_digest, len(body),
         )  # fmt: skip
         return update, body
 
@@ -157,6 +170,8 @@ class Workers:
             model.engine.save_inner(str(folder / f"inner-{name}.safetensors"))
             if model.residual is not None:
                 _write(folder / f"residual-{name}.safetensors", {"residual": model.residual})
+                if (part := self.part_residuals[name].committed_values()) is not None:
+                    _write(folder / f"part-{name}.safetensors", {f"from {part[0].start}": part[1]})
             if model.ahead is not None and model.ahead.done is not None:
                 weights, loss = np.array(model.engine.weights()), np.array([model.ahead.done.loss])
                 _write(folder / f"ahead-{name}.safetensors", {"weights": weights, "loss": loss})
@@ -170,8 +185,16 @@ class Workers:
             model.engine.load_inner(str(folder / f"inner-{name}.safetensors"))
             if self.run.codec.residual:
                 model.residual = safetensors.numpy.load_file(folder / f"residual-{name}.safetensors")["residual"]
+                self._load_part(name, folder / f"part-{name}.safetensors")
             if last.ahead_steps(name):
                 self._load_ahead(model, safetensors.numpy.load_file(folder / f"ahead-{name}.safetensors"), last)
+
+    def _load_part(self, site: str, path: Path) -> None:
+        if path.exists():
+            ((key, values),) = safetensors.numpy.load_file(path).items()
+            start = int(key.removeprefix("from "))
+            exchange = ExchangeCodec(self.first.layout, self.run.codec)
+            self.part_residuals[site] = PartResidual(exchange, (Range(start, start + values.size), values))
 
     def _load_ahead(self, model: train.LocalModel, saved: dict[str, Any], last: Round) -> None:
         mine, steps = last.plan.of(model.peer), last.ahead_steps(model.site)
