@@ -3,7 +3,8 @@
     LIGHT_PARAMETERS=8000000 LIGHT_TRAIN_SECONDS=20 python benchmarks/light_peer.py peer RUN.toml --site SITE.toml ...
 
 Sockets, protocol, disk, planner and codec are the real ones; only training is not: it waits, then moves the weights by a
-pattern that depends on the positions trained. The arguments are those of `geomesh`.
+pattern that depends on the positions trained. With LIGHT_SEQUENCE_SECONDS each sequence takes that long instead, as planned.
+The arguments are those of `geomesh`.
 """
 
 from __future__ import annotations
@@ -122,4 +123,10 @@ class LightEngine:
 if __name__ == "__main__":
     parameters = int(os.environ.get("LIGHT_PARAMETERS", "100000"))
     train_seconds = float(os.environ.get("LIGHT_TRAIN_SECONDS", "0.1"))
-    run(make_engine=lambda run, site, report: LightEngine(parameters, run.model.sequence_length, train_seconds))
+    each = os.environ.get("LIGHT_SEQUENCE_SECONDS")
+    sequence_seconds = None if each is None else float(each)
+    run(
+        make_engine=lambda run, site, report: LightEngine(
+            parameters, run.model.sequence_length, train_seconds, sequence_seconds
+        )
+    )

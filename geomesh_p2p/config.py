@@ -187,6 +187,9 @@ class NetSection(Section):
     """Other peers at one time; a further one is refused, and told so, until one of them is gone."""
     chunk_bytes: PositiveInt = Field(default=131_072, le=1_048_576)
     """Size of a piece of an exchange."""
+    filler: bool = True
+    """Open TCP's windows before an exchange with up to 1 MiB of filler to each distant peer: once for each connection, and
+    before every exchange where the kernel closes windows of idle connections (net.ipv4.tcp_slow_start_after_idle)."""
     heartbeat_seconds: PositiveFloat = 1.0
     """How often peers tell each other where they are."""
     heartbeat_limit_seconds: PositiveFloat = 5.0

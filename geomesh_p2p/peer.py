@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.canonical import Digest, digest
+from geomesh_p2p.core.codec import payload_bytes
 from geomesh_p2p.core.events import Durable
+from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import LocalEngine
 from geomesh_p2p.core.replica import Replica
 from geomesh_p2p.core.state import Settings
@@ -38,6 +40,7 @@ from geomesh_p2p.swarm.clocks import watch_clocks
 from geomesh_p2p.swarm.directory import Directory
 from geomesh_p2p.swarm.exchange import ExchangeCodec, ExchangeLimits
 from geomesh_p2p.swarm.exchanging import ExchangeSetup
+from geomesh_p2p.swarm.filler import Filler, windows_close
 from geomesh_p2p.swarm.front_door import FrontDoor
 from geomesh_p2p.swarm.identity import load_identity, read_secret
 from geomesh_p2p.swarm.joining import found, join, keep_meeting
@@ -254,10 +257,12 @@ class Peer:
         meeting = asyncio.ensure_future(keep_meeting(transport, membership, self.run.net, directory, known))
         meeting.add_done_callback(self._met)
         clocks = asyncio.ensure_future(watch_clocks(transport, membership.sites, self._warn))
+        filler: Filler | None = None
         try:
             local = (engine, resumed, founding)
             session = self.session = self._session(store, snapshots, transport, membership, profile, local)
             front.session = session
+            filler = self._fill_windows(transport, front, engine.layout)
             reaching = front.reaching = Reaching(transport, membership, self.run.net, self.observe)
             self._reaching = asyncio.ensure_future(reaching.keep())
             self._reaching.add_done_callback(self._met)
@@ -283,6 +288,8 @@ class Peer:
                 task.remove_done_callback(self._met)
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            if filler is not None:
+                filler.stop()
             await directory.stop()
 
     # ---------------------------------------------------------------- opening
@@ -486,6 +493,14 @@ class Peer:
             ),
             profile,
         )
+
+    def _fill_windows(self, transport: Libp2pTransport, front: FrontDoor, layout: Layout) -> Filler | None:
+        """Have windows opened before each exchange from now on, if that is wanted."""
+        if not self.run.net.filler:
+            return None
+        filler = front.filler = Filler(transport, payload_bytes(layout, self.run.codec), windows_close())
+        self.observers.append(filler)
+        return filler
 
     def _replica_settings(self) -> Settings:
         net = self.run.net

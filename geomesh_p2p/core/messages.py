@@ -176,7 +176,7 @@ FETCHED = ("update", "header", "held", "manifest", "snapshot")
 class Fetch:
     """`what` is update | header | held | manifest | snapshot | founding | status | clock; `round`, `offset` and `length` choose
     the bytes. A `header` is an update without its body; a `manifest` that of the newest snapshot up to `round` (0: of any).
-    Or dial-back: `offset` is the asker's own port."""
+    Or dial-back: `offset` is the asker's own port. Or filler: piece `offset` of those before the exchange of `round`."""
 
     what: str
     round: int

@@ -8,6 +8,7 @@ from geomesh_p2p.core.messages import Fetched, Hello, Message, Order, Refused, R
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.budgets import Complaints
 from geomesh_p2p.swarm.clocks import answer_clock
+from geomesh_p2p.swarm.filler import Filler
 from geomesh_p2p.swarm.membership import Membership
 from geomesh_p2p.swarm.reaching import Reaching
 from geomesh_p2p.swarm.session import Session
@@ -23,6 +24,7 @@ class FrontDoor:
         self.complaints: Complaints | None = None
         self.reaching: Reaching | None = None
         self.visits: Visits | None = None
+        self.filler: Filler | None = None
 
     def admitted(self, peer: PeerId) -> bool:
         return self.membership is not None and self.membership.admitted(peer)
@@ -52,6 +54,8 @@ class FrontDoor:
             return time_of_day
         if self.session is None:
             return Fetched(False, b"", 0, 0, b"", 0)
+        if self.filler is not None and self.admitted(sender) and (filler := self.filler.answer(sender, fetch)) is not None:
+            return filler
         if self.reaching is not None and (answer := await self.reaching.answer(sender, fetch)) is not None:
             return answer
         return await self.session.answer(sender, fetch)

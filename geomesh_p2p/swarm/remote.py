@@ -138,6 +138,11 @@ class Remote:
         """There are streams to it."""
         return bool(self._opened_at)
 
+    @property
+    def connection(self) -> object | None:
+        """The control stream, which is opened anew with each connection."""
+        return self._control
+
     def _spawn(self, work: Awaitable[None]) -> None:
         task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
         self._tasks.add(task)

@@ -195,6 +195,14 @@ class Libp2pTransport:
         """Emulate this way to `peer` from now on."""
         self._remote(peer).shaper.shape = shape
 
+    def bare_connection(self, peer: PeerId) -> object | None:
+        """Stands for the connection with `peer`, another object for each; None without one, and if it goes through a relay, an
+        emulated link or a limited uplink."""
+        remote = self._remotes.get(peer)
+        if remote is None or not remote.shaper.shape.free or self.circuits.relay(peer) or self.net.upload_mbps is not None:
+            return None
+        return remote.connection
+
     def forget(self, peer: PeerId) -> None:
         for stream in tuple(self._incoming.get(peer, ())):
             stream.abort()
