@@ -94,13 +94,16 @@ class Filler:
             return
         self.stop()  # what an earlier plan wanted
         links = self._transport.links
-        for wish in wishes(event.plan, self._transport.peer, self._payload_bytes, links.rtt_seconds, links.bytes_per_second):
-            task = asyncio.get_running_loop().create_task(self._ask(wish, event.plan.round))
+        me, plan = self._transport.peer, event.plan
+        for wish in wishes(plan, me, self._payload_bytes, links.least_rtt_seconds, links.bytes_per_second):
+            task = asyncio.get_running_loop().create_task(self._ask(wish, plan.round))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, wish: Wish, round: int) -> None:
         await asyncio.sleep(wish.at_seconds)
+        if self._transport.bare_connection(wish.peer) is None:
+            return
         sizes = [min(PIECE_BYTES, wish.size - start) for start in range(0, wish.size, PIECE_BYTES)]
         questions = [
             self._transport.request(wish.peer, Fetch(FILLER, round, b"", place, size), PATIENCE_SECONDS)
@@ -127,8 +130,6 @@ class Filler:
         given, round = self._given.get(sender, (None, 0))
         if given is connection and round != fetch.round and not self._closes:
             return nothing
+        self._given = {peer: last for peer, last in self._given.items() if self._transport.bare_connection(peer) is last[0]}
         self._given[sender] = connection, fetch.round
         return Fetched(True, b"", 0, fetch.length, bytes(fetch.length), 0)
-
-    def forget(self, peer: PeerId) -> None:
-        self._given.pop(peer, None)

@@ -104,6 +104,11 @@ class LinkTable:
         path = self._paths.get(peer)
         return path.rtt_seconds or 0.0 if path is not None else 0.0
 
+    def least_rtt_seconds(self, peer: PeerId) -> float:
+        """Without what a busy host or a full queue adds; 0 if nothing was heard yet."""
+        path = self._paths.get(peer)
+        return path.least_rtt_seconds if path is not None and path.rtt_seconds is not None else 0.0
+
     def bytes_per_second(self, peer: PeerId) -> float | None:
         path = self._paths.get(peer)
         return path.bytes_per_second if path is not None else None

@@ -65,7 +65,7 @@ class Ways:
     def __init__(self) -> None:
         self.peer = "a"
         self.asked: list[tuple[str, Fetch]] = []
-        self.links = SimpleNamespace(rtt_seconds=lambda peer: 0.1, bytes_per_second=lambda peer: None)
+        self.links = SimpleNamespace(least_rtt_seconds=lambda peer: 0.1, bytes_per_second=lambda peer: None)
         self.connection: object | None = object()
 
     def bare_connection(self, peer: str) -> object | None:
@@ -117,4 +117,9 @@ async def test_a_plan_makes_it_ask_in_pieces_and_a_newer_plan_instead_of_the_old
         await asyncio.sleep(0)
     assert {fetch.round for _, fetch in ways.asked} == {2}
     assert sum(fetch.length for peer, fetch in ways.asked if peer == "b") == PAYLOAD
+    ways.connection = None  # nothing is asked for on an emulated link, say
+    filler(obs.PlanAdopted(soon))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(ways.asked) == 8
     filler.stop()
