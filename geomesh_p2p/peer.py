@@ -418,6 +418,8 @@ class Peer:
         """Under `geomesh mesh`, all emulated peers of the host run real steps at once; it answers with the time scale."""
         if self.control is None or self.site.emulation is None or engine.time_scale is not None:
             return
+        if self.run.model.compile:
+            await asyncio.to_thread(engine.measure_rate, 0.0)  # or some would compile while others are measured
         self.control.tell("ready_to_calibrate")
         if await self.control.answer("calibrate"):
             rate = await asyncio.to_thread(engine.measure_rate, CALIBRATION_SECONDS)

@@ -118,12 +118,14 @@ class TorchEngine:
     # ------------------------------------------------------------ speed
 
     def measure(self) -> tuple[BatchTime, ...]:
-        """The device's curve: emulated, from the profile file, or measured. Weights and inner state stay as they are."""
+        """The device's curve: emulated, from the profile file, or measured. Weights and inner state stay as they are, and steps
+        are compiled, if the run wants that."""
         limit = self.site.device.max_batch
         if self.site.emulation is not None:
-            return devices.emulated_curve(self.site.emulation, self._scale(), limit)
+            return self._compiled_for(devices.emulated_curve(self.site.emulation, self._scale(), limit))
         if self._profile is not None:
-            return tuple(point for point in self._profile if limit is None or point.batch <= limit) or self._profile[:1]
+            known = tuple(point for point in self._profile if limit is None or point.batch <= limit) or self._profile[:1]
+            return self._compiled_for(known)
         with _Undone(self):
             return devices.profile(self._trial_step, self.device, limit)
 
@@ -141,6 +143,7 @@ class TorchEngine:
 
     def disagreement(self, curve: tuple[BatchTime, ...]) -> str:
         """See ports.LocalEngine. Weights and inner state stay as they are."""
+        self._compiled_for(curve)
         with _Undone(self):
             return devices.disagreement(self._trial_step, self.device, curve)
 
@@ -166,6 +169,15 @@ class TorchEngine:
     def _warn_of_data(self, text: str) -> None:
         if self.report is not None:
             self.report(Warned("starved", text))
+
+    def _compiled_for(self, curve: tuple[BatchTime, ...]) -> tuple[BatchTime, ...]:
+        """`curve`. Compiling takes seconds that are in no step time: it is done here, before the first round. Some batches are
+        compiled apart from others, that of one above all."""
+        if self.run.model.compile:
+            with _Undone(self):
+                for point in curve:
+                    self._trial_step(point.batch)
+        return curve
 
     def _trial_step(self, batch: int) -> None:
         self.loop.step(self.corpus.batch(range(batch)), self.run.inner.learning_rate)

@@ -14,6 +14,7 @@ from geomesh_p2p.engine import engine as engines
 from geomesh_p2p.engine import profiles
 from geomesh_p2p.engine.engine import TorchEngine, fingerprint_fields
 from geomesh_p2p.engine.evaluate import perplexity
+from geomesh_p2p.engine.inner import InnerLoop
 from geomesh_p2p.errors import ConfigError, DataError
 
 LENGTH = 16
@@ -212,6 +213,25 @@ def test_measured_step_times_are_agreed_with_while_they_hold(make):
 
 
 EMULATION = {"device": "H100", "fixed_seconds": 0.5, "sequence_seconds": 0.25, "max_batch": 4, "time_scale": 0.01}
+
+
+def test_steps_are_compiled_before_the_first_round(make, monkeypatch):
+    emulated = {"emulation": {**EMULATION, "max_batch": 5}}
+    tried, done = [], InnerLoop.step
+    monkeypatch.setattr(InnerLoop, "step", lambda loop, ids, rate: (tried.append(len(ids)), done(loop, ids, rate))[1])
+    make(site=emulated).measure()
+    assert tried == [], "nothing is compiled, so there is nothing to try"
+
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    engine = make(model={"compile": True}, site=emulated)
+    untouched = engine.weights().copy()
+    curve = engine.measure()
+    assert tried == [1, 2, 4, 5]
+    assert np.array_equal(untouched, engine.weights())
+    assert engine.loop.state() == {}
+    tried.clear()
+    engine.disagreement(curve[:2])
+    assert tried[:2] == [1, 2], "also where step times measured before are used again"
 
 
 def test_an_emulated_device_has_its_described_curve_and_pace(make, monkeypatch):

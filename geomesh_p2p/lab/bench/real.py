@@ -27,6 +27,7 @@ from geomesh_p2p.lab.bench.runner import Job, Tell
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import STEADY_FROM_ROUND, Part, Stage, idle_shares
 
+MEETING_SECONDS = 300.0
 SECTIONS = ("run", "model", "dataset", "inner", "outer", "codec", "planner")
 FIGURES = (
     "straggler_idle_share", "straggler_idle_share_steady", "straggler_idle_share_fastest", "wan_idle_share",
@@ -42,7 +43,9 @@ def time_scale(run: RunConfig, setting: Setting, folder: Path) -> float:
     if known.is_file():
         return float(json.loads(known.read_text()))
     emulations = [_emulation(setting, index, 1.0) for index in range(len(setting.sites))]
-    with ProcessPoolExecutor(len(emulations), multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    together = (spawn.Barrier(len(emulations)),)
+    with ProcessPoolExecutor(len(emulations), spawn, _meet_at, together) as pool:
         rates = list(pool.map(_rate, [run] * len(emulations), emulations))
     scale = time_scale_for(sum(rates), emulations, run.model.sequence_length)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +53,22 @@ def time_scale(run: RunConfig, setting: Setting, folder: Path) -> float:
     return scale
 
 
+_meeting: Any = None
+
+
+def _meet_at(barrier: Any) -> None:
+    global _meeting
+    _meeting = barrier
+
+
 def _rate(run: RunConfig, emulation: EmulationSection) -> float:
+    """Tokens a second while all others do the same: none loads or compiles meanwhile."""
     from geomesh_p2p.engine.engine import TorchEngine
 
-    return TorchEngine(run, SiteConfig(site=SiteSection(name="rate"), emulation=emulation)).measure_rate()
+    engine = TorchEngine(run, SiteConfig(site=SiteSection(name="rate"), emulation=emulation))
+    engine.measure_rate(0.0)
+    _meeting.wait(MEETING_SECONDS)
+    return engine.measure_rate()
 
 
 def _emulation(setting: Setting, index: int, scale: float) -> EmulationSection:
