@@ -52,6 +52,8 @@ class LinkTable:
         self.upload_bytes_per_second = upload_bytes_per_second
         self._paths: dict[PeerId, _Path] = {}
         self._on_rate = on_rate
+        self.on_news: Callable[[], None] = lambda: None
+        """Called when a way has been measured that was not known before."""
 
     def _path(self, peer: PeerId) -> _Path:
         return self._paths.setdefault(peer, _Path())
@@ -95,8 +97,10 @@ class LinkTable:
             # The round trip may be longer than all of the transfer, if heartbeats waited behind bulk: the least one counts.
             seconds = max(busy - path.least_rtt_seconds, busy * MIN_BUSY_SHARE, MIN_SAMPLE_SECONDS)
             rate = min(path.busy_bytes / seconds, self.upload_bytes_per_second or math.inf)
-            path.bytes_per_second = _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
+            is_news, path.bytes_per_second = path.bytes_per_second is None, _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
             self._on_rate(peer, rate)
+            if is_news:
+                self.on_news()
         path.busy_since, path.busy_bytes = None, 0
 
     def rtt_seconds(self, peer: PeerId) -> float:

@@ -111,6 +111,7 @@ class Session:
         self._retaining = Retaining(around.store, around.snapshots, planning.save, around.observe)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        around.links.on_news = self._beat_now.set  # the next plan may be made before the next heartbeat
         self._began = around.clock()
         self._anchor_at = replica.log.state  # once the bench has done its work; ahead of the replica while this peer catches up
         self._ends = False

@@ -33,6 +33,14 @@ def test_rate_takes_the_round_trip_off() -> None:
     assert links.links_from("me") == (Link("me", "b", 0.1, pytest.approx(1000 * KIB)),)
 
 
+def test_a_way_is_news_once() -> None:
+    links, told = LinkTable(), []
+    links.on_news = lambda: told.append(links.bytes_per_second("b"))
+    for start in (0.0, 10.0):
+        transfer(links, start, 1000 * KIB, 1.0)
+    assert told == [pytest.approx(1000 * KIB)], "and it is known by then"
+
+
 def test_waiting_between_transfers_does_not_count() -> None:
     links = LinkTable()
     transfer(links, 0.0, 1000 * KIB, 1.0)

@@ -1,8 +1,9 @@
 """Methods over real processes and sockets: a mesh of this machine with the setting's devices and links emulated.
 
-Emulated devices are slowed down until this machine can keep up, links with them: everything takes `time_scale` times as long,
-and the figures are divided by it again. A method that needs another server than the product's is not played here. The anchor is
-validated at the start and at the end alone: what is wanted here are times.
+Emulated devices are slowed down until this machine can keep up with all of them, and until a round takes LEAST_ROUND_SECONDS
+here; links and heartbeats with them: everything takes `time_scale` times as long, and the figures are divided by it again. A
+method that needs another server than the product's is not played here. The anchor is validated and saved at the start and at
+the end alone: that takes this machine's time, not the emulated devices', and what is wanted here are the latter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import STEADY_FROM_ROUND, Part, Stage, idle_shares
 
 MEETING_SECONDS = 300.0
-SECTIONS = ("run", "model", "dataset", "inner", "outer", "codec", "planner")
+LEAST_ROUND_SECONDS = 15.0
+"""What is not emulated (a message's way through processes, records to disk, plans) takes some 0.05 to 0.1 s of a round."""
+SECTIONS = ("run", "model", "dataset", "inner", "outer", "codec", "planner", "net", "save")
 FIGURES = (
     "straggler_idle_share", "straggler_idle_share_steady", "straggler_idle_share_fastest", "wan_idle_share",
     "wan_idle_share_steady", "compute_share", "bytes_payload", "bytes_total", "bytes_ratio_to_fp32", "bytes_ratio_to_fp32_ring",
@@ -82,14 +85,15 @@ def _emulation(setting: Setting, index: int, scale: float) -> EmulationSection:
     )
 
 
-def play(job: Job, folder: Path, scale: float, tell: Tell) -> Outcome:
-    """One method with one seed as a mesh of processes. Raises ConfigError for a method that cannot be, TemporaryError if the
-    mesh does not reach its end."""
+def play(job: Job, folder: Path, least_scale: float, tell: Tell) -> Outcome:
+    """One method with one seed as a mesh of processes, slowed down by `least_scale` at least. Raises ConfigError for a method
+    that cannot be, TemporaryError if the mesh does not reach its end."""
     if job.method.kind != "rounds" or job.method.frozen:
         raise ConfigError(f"{job.method.name} has no real processes: leave it out, or use --engine virtual")
     if job.world.setting.changes:
         raise ConfigError(f"setting {job.world.setting.name} changes on the way: only --engine virtual plays that")
     played = job.stages()
+    scale = max(least_scale, LEAST_ROUND_SECONDS / _steady_seconds(played))
     mine = folder / "real" / f"{job.method.name}-{job.seed}"
     mine.mkdir(parents=True, exist_ok=True)
     report_file = mine / "runs" / "bench" / "report.json"
@@ -97,9 +101,11 @@ def play(job: Job, folder: Path, scale: float, tell: Tell) -> Outcome:
         sites = _write_sites(job, mine / "sites", scale)
         run_file = mine / "run.toml"
         fields = job.run.model_dump()
-        # Validation takes this machine's time, not the emulated devices': it is left to the end.
         fields["run"] |= {"id": "bench", "folder": str(mine / "runs"), "rounds": len(played), "fresh": False,
                           "min_peers": len(sites), "validate_every_rounds": len(played)}  # fmt: skip
+        fields["save"]["snapshot_every_rounds"] = len(played)
+        for name in ("heartbeat_seconds", "heartbeat_limit_seconds"):
+            fields["net"][name] *= max(1.0, scale)
         run_file.write_text("".join(_section(name, fields[name]) for name in SECTIONS), encoding="utf-8")
         tell(f"{job.method.name}, seed {job.seed}: {len(played)} rounds over real processes, time scale {scale:.3g}")
         command = [sys.executable, "-m", "geomesh_p2p.cli", "mesh", str(run_file), "--sites", str(mine / "sites")]
