@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from geomesh_p2p.core.observations import PlanAdopted
 from geomesh_p2p.lab.bench.methods import METHODS
-from geomesh_p2p.lab.bench.real import _outcome
+from geomesh_p2p.lab.bench.real import SECTIONS, _fields, _outcome, _section
+from geomesh_p2p.lab.bench.replay import replayed
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, pages
 from geomesh_p2p.lab.bench.results import Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs
+from geomesh_p2p.lab.bench.timeline import Round, Stage
+from geomesh_p2p.loading import load_run
+from geomesh_p2p.telemetry.sinks import MetricsFile
 from tests.unit.bench_reports import BUDGET
 from tests.unit.benching import run_config, setting
 
@@ -45,9 +53,9 @@ def reported(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def came_to(folder: Path, **changes: Any) -> Outcome:
-    (job,) = jobs(run_config(folder), setting(), [METHODS["geomesh"]], [1], BUDGET)
-    return _outcome(job, reported(**changes), SCALE)
+def came_to(folder: Path, again: Sequence[Stage] = (), method: str = "geomesh", **changes: Any) -> Outcome:
+    (job,) = jobs(run_config(folder), setting(), [METHODS[method]], [1], BUDGET)
+    return _outcome(job, reported(**changes), SCALE, again)
 
 
 def test_seconds_are_divided_by_the_time_scale_and_all_else_is_as_reported(tmp_path: Path) -> None:
@@ -62,6 +70,41 @@ def test_seconds_are_divided_by_the_time_scale_and_all_else_is_as_reported(tmp_p
     far, near = found.account.peers
     assert (far["compute_seconds"], near["compute_seconds"], near["control_seconds"]) == (24.0, 12.0, None)
     assert near["bytes_sent"] == 1000
+
+
+def test_the_run_file_keeps_all_but_training_and_exchanges_out_of_the_rounds(tmp_path: Path) -> None:
+    (job,) = jobs(run_config(tmp_path), setting(), [METHODS["geomesh"]], [1], BUDGET)
+    fields = _fields(job, tmp_path, 12, SCALE)
+    assert fields["run"]["validate_every_rounds"] == fields["save"]["snapshot_every_rounds"] == fields["run"]["rounds"] == 12
+    assert fields["net"]["heartbeat_seconds"] == SCALE * job.run.net.heartbeat_seconds, "no larger share of the slower links"
+    text = "".join(_section(name, fields[name]) for name in SECTIONS)
+    (tmp_path / "run.toml").write_text(text)
+    assert load_run(tmp_path / "run.toml").net.heartbeat_limit_seconds == SCALE * job.run.net.heartbeat_limit_seconds
+
+
+@pytest.mark.parametrize("method", ["geomesh", "geomesh-delayed", "diloco"])
+def test_the_plans_that_a_mesh_made_are_told_again_in_virtual_time(method: str, tmp_path: Path) -> None:
+    (job,) = jobs(run_config(tmp_path), setting(), [METHODS[method]], [1], BUDGET)
+    rounds = [stage for stage in job.stages() if isinstance(stage, Round)]
+    times = ("train_seconds", "exchange_seconds", "grace_seconds")
+    (tmp_path / "near").mkdir()
+    with closing(MetricsFile(tmp_path / "near" / "metrics.jsonl", "near")) as file:
+        for one in rounds:
+            slower = replace(
+                one.plan,
+                members=tuple(replace(m, finish_seconds=SCALE * m.finish_seconds) for m in one.plan.members),
+                **{name: SCALE * getattr(one.plan, name) for name in times},
+            )
+            file(PlanAdopted(replace(slower, members=slower.members[:1])))  # an attempt that came to nothing
+            file(PlanAdopted(replace(slower, attempt=2)))
+    again = replayed(job, tmp_path, SCALE)
+    assert [(one.number, one.tokens) for one in again] == [(one.number, one.tokens) for one in rounds]
+    for one, told in zip(rounds, again, strict=True):
+        assert (told.begins, told.ends) == pytest.approx((one.begins, one.ends))
+        assert [part.ahead_steps for part in told.parts] == [part.ahead_steps for part in one.parts]
+    figures = came_to(tmp_path, again, method).figures
+    for name in ("round_seconds", "straggler_idle_share", "wan_idle_share"):
+        assert figures[f"replayed_{name}_steady"] == pytest.approx(figures[f"virtual_{name}_steady"])
 
 
 def test_its_rounds_are_shown_site_by_site(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from geomesh_p2p.config import EmulationSection, RunConfig, SiteConfig, SiteSect
 from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.errors import ConfigError, TemporaryError
 from geomesh_p2p.lab.bench.detail import reasons_of
+from geomesh_p2p.lab.bench.replay import replayed
 from geomesh_p2p.lab.bench.results import Account, Curve, Outcome, fastest_site, limit_seconds
 from geomesh_p2p.lab.bench.runner import Job, Tell
 from geomesh_p2p.lab.bench.settings import Setting
@@ -98,14 +99,9 @@ def play(job: Job, folder: Path, least_scale: float, tell: Tell) -> Outcome:
     mine.mkdir(parents=True, exist_ok=True)
     report_file = mine / "runs" / "bench" / "report.json"
     if not report_file.is_file():
-        sites = _write_sites(job, mine / "sites", scale)
+        _write_sites(job, mine / "sites", scale)
         run_file = mine / "run.toml"
-        fields = job.run.model_dump()
-        fields["run"] |= {"id": "bench", "folder": str(mine / "runs"), "rounds": len(played), "fresh": False,
-                          "min_peers": len(sites), "validate_every_rounds": len(played)}  # fmt: skip
-        fields["save"]["snapshot_every_rounds"] = len(played)
-        for name in ("heartbeat_seconds", "heartbeat_limit_seconds"):
-            fields["net"][name] *= max(1.0, scale)
+        fields = _fields(job, mine, len(played), scale)
         run_file.write_text("".join(_section(name, fields[name]) for name in SECTIONS), encoding="utf-8")
         tell(f"{job.method.name}, seed {job.seed}: {len(played)} rounds over real processes, time scale {scale:.3g}")
         command = [sys.executable, "-m", "geomesh_p2p.cli", "mesh", str(run_file), "--sites", str(mine / "sites")]
@@ -113,7 +109,19 @@ def play(job: Job, folder: Path, least_scale: float, tell: Tell) -> Outcome:
             code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
         if code != 0 or not report_file.is_file():
             raise TemporaryError(f"{job.method.name}: its mesh ended with {code}: see {mine / 'mesh.log'}, and start again")
-    return _outcome(job, json.loads(report_file.read_text(encoding="utf-8")), scale)
+    return _outcome(job, json.loads(report_file.read_text(encoding="utf-8")), scale, replayed(job, report_file.parent, scale))
+
+
+def _fields(job: Job, folder: Path, rounds: int, scale: float) -> dict[str, Any]:
+    """Of the run file: nothing but training and exchanges between its start and its end, and all periods `scale` times as
+    long."""
+    fields = job.run.model_dump()
+    fields["run"] |= {"id": "bench", "folder": str(folder / "runs"), "rounds": rounds, "fresh": False,
+                      "min_peers": len(job.world.setting.sites), "validate_every_rounds": rounds}  # fmt: skip
+    fields["save"]["snapshot_every_rounds"] = rounds
+    for name in ("heartbeat_seconds", "heartbeat_limit_seconds"):
+        fields["net"][name] *= max(1.0, scale)
+    return fields
 
 
 def _write_sites(job: Job, folder: Path, scale: float) -> list[Path]:
@@ -200,7 +208,8 @@ def _divided(seconds: float | None, scale: float) -> float | None:
     return None if seconds is None else seconds / scale
 
 
-def _outcome(job: Job, report: Mapping[str, Any], scale: float) -> Outcome:
+def _outcome(job: Job, report: Mapping[str, Any], scale: float, again: Sequence[Stage] = ()) -> Outcome:
+    """`again` are the rounds of the plans that the mesh made, in virtual time."""
     stages, clock = list[Stage](), 0.0
     for line in report["rounds"]:
         stages.append(_Reported(line, clock, scale).stage(line["tokens"]))
@@ -223,14 +232,18 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float) -> Outcome:
         "limit_seconds": limit_seconds(job.world.setting, job.run, tokens),
         "emulation_time_scale": scale,
     }
-    expected = idle_shares(job.stages(), fastest_site(job.world.setting))
-    figures |= {
-        "round_seconds_steady": _steady_seconds(stages),
-        "virtual_round_seconds_steady": _steady_seconds(job.stages()),
-        "virtual_straggler_idle_share_steady": expected.straggler_steady,
-        "virtual_wan_idle_share_steady": expected.wan_steady,
-    }
+    figures["round_seconds_steady"] = _steady_seconds(stages)
+    figures |= _beside("virtual", job, job.stages()) | (_beside("replayed", job, again) if again else {})
     return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=_account(job, report, scale))
+
+
+def _beside(what: str, job: Job, stages: Sequence[Stage]) -> dict[str, float | int | None]:
+    idle = idle_shares(stages, fastest_site(job.world.setting))
+    return {
+        f"{what}_round_seconds_steady": _steady_seconds(stages),
+        f"{what}_straggler_idle_share_steady": idle.straggler_steady,
+        f"{what}_wan_idle_share_steady": idle.wan_steady,
+    }
 
 
 def _steady_seconds(stages: Sequence[Stage]) -> float:

@@ -8,7 +8,7 @@ setting: other speeds, other rates, a noise that nobody planned for. A late site
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,6 +112,17 @@ def repeated(plan: Plan, run: RunConfig, volume: Volume, world: World, count: in
         clock = played.ends
 
 
+def retold(plans: Iterable[Plan], run: RunConfig, volume: Volume, world: World) -> Iterator[Round]:
+    """What becomes of `plans` that were made elsewhere, one after the other, under the setting as it is at the start."""
+    clock, before, heads = 0.0, None, dict[str, Head]()
+    for plan in plans:
+        heads = {site: _head(before, plan, site, head) for site, head in heads.items()}
+        moment = world.at(plan.round, 0.0)
+        played, heads = _play_ahead(plan, volume, run, moment, plan.round, clock, plan.term.candidate, heads)
+        yield played
+        clock, before = played.ends, plan
+
+
 def gradient_rounds(
     run: RunConfig, volume: Volume, world: World, budget_tokens: int, steps: int
 ) -> Iterator[Round]:
@@ -168,20 +179,13 @@ class _Leader:
             share = self.committed / self.budget
             moment = self.world.at(number, share)
             plan = self.plan(number)
-            heads = {name: self._head(plan, name) for name in self.heads}
+            heads = {site: _head(self.previous, plan, site, head) for site, head in self.heads.items()}
             played, following = _play_ahead(plan, self.volume, self.run, moment, number, clock, self.leader, heads)
             played = replace(played, changed=self.world.changed(share))
             yield played
             self.learn(played, moment)
             self.heads = following
             clock, number = played.ends, number + 1
-
-    def _head(self, plan: Plan, site: str) -> Head:
-        """What `plan` lets a site keep of what it did ahead."""
-        head, mine = self.heads[site], plan.of(site)
-        before = self.previous.of(site) if self.previous is not None else None
-        kept = mine is not None and before is not None and goes_on(before, head.steps, mine)
-        return head if kept else replace(head, steps=0)
 
     def plan(self, number: int) -> Plan:
         left = self.budget - self.committed
@@ -244,6 +248,13 @@ class _Leader:
                 self.rates = known + RATE_WEIGHT * (moment.rates - known)
             np.fill_diagonal(self.rates, np.inf)
             self.rtts = self.rtts + RTT_WEIGHT * (moment.rtts - self.rtts)
+
+
+def _head(before: Plan | None, plan: Plan, site: str, head: Head) -> Head:
+    """What `plan` lets a site keep of what it did ahead after `before`."""
+    old, mine = (next((m for m in one.members if m.site == site), None) if one else None for one in (before, plan))
+    kept = old is not None and mine is not None and goes_on(old, head.steps, mine)
+    return head if kept else replace(head, steps=0)
 
 
 def _play(

@@ -119,20 +119,18 @@ def waiting_table(report: Report) -> Table:
 
 
 def agreement(report: Report) -> list[Block]:
-    """Real processes against virtual time, if that was measured."""
-    both = ("real", "virtual")
-    head = ("method", *(f"s a round, {one}" for one in both), "difference", *(f"for slower sites, {one}" for one in both),
-            *(f"for links, {one}" for one in both))  # fmt: skip
+    """Real processes against virtual time, if that was measured: with the plans that virtual time makes, and with those that
+    the processes made."""
+    sources = {"real": "", "the same plans": "replayed_", "virtual": "virtual_"}
+    shares = {"for slower sites": "straggler_idle_share_steady", "for links": "wan_idle_share_steady"}
+    head = ("method", *(f"s a round, {source}" for source in sources), "difference",
+            *(f"{share}, {source}" for share in shares for source in sources))  # fmt: skip
     rows = [
         (
             name,
-            number(m.get("round_seconds_steady"), ".3f"),
-            number(m.get("virtual_round_seconds_steady"), ".3f"),
+            *(number(m.get(f"{prefix}round_seconds_steady"), ".3f") for prefix in sources.values()),
             signed(ratio({"x": m["round_seconds_steady"]}, {"x": m.get("virtual_round_seconds_steady")}, "x")),
-            percent(m.get("straggler_idle_share_steady")),
-            percent(m.get("virtual_straggler_idle_share_steady")),
-            percent(m.get("wan_idle_share_steady")),
-            percent(m.get("virtual_wan_idle_share_steady")),
+            *(percent(m.get(f"{prefix}{key}")) for key in shares.values() for prefix in sources.values()),
         )
         for name, m in report["methods"].items()
         if measured(m.get("round_seconds_steady"))
