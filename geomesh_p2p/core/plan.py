@@ -27,6 +27,7 @@ HYSTERESIS = 0.10  # batch, topology and shares change only for a gain above thi
 OLD_PLAN_IDLE = 0.01  # the steps of the last round stand as long as they leave no more idle time than this
 SPEED_CHANGE = 0.15  # a site whose steps changed more than this is planned without regard to its last batch
 SLOW_WAY = 0.5    # of the median rate: a way slower than this is named
+EXCHANGE_SLACK = 0.05  # a round that was lengthened for its exchange stands while that takes no more than this above its share
 LONGER = 1.1      # rounds are lengthened by this, or by its powers
 SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
@@ -151,6 +152,14 @@ class _Ground:
         self.round_tokens = longer
         del self.limits
         return True
+
+    def too_short(self, same: Schedule, free: Schedule) -> bool:
+        """Whether `same`, of fewer tokens than `free`, was made for a shorter exchange than it has: its links are known better
+        now, or have changed."""
+        shorter = same.sequences * math.sqrt(LONGER) < free.sequences
+        most = self.settings.exchange_share * (1 + EXCHANGE_SLACK)
+        idle = self.idle_exchange(same.members, same.seconds)
+        return shorter and self.settings.max_round_tokens is not None and idle > most * (idle + same.seconds)
 
     @cached_property
     def limits(self) -> Limits:
@@ -289,7 +298,7 @@ def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, dict[int, reason
         within = limits.min_steps <= least and most <= min(limits.max_steps, least * limits.steps_ratio)
         same = ground.evaluated(free.members, works, (least, most))
         aim = free.sequences * (1 - TOKEN_SLACKS[-1]) <= same.sequences <= max(limits.sequences, free.sequences)
-        if within and aim and same.idle <= OLD_PLAN_IDLE and same.objective <= enough:
+        if within and aim and same.idle <= OLD_PLAN_IDLE and same.objective <= enough and not ground.too_short(same, free):
             return same, dict.fromkeys(old, "steps")
     pinned = {}
     for i, a in old.items():

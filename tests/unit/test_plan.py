@@ -369,6 +369,21 @@ def test_a_round_is_made_longer_until_its_exchange_is_cheap_as_far_as_it_may_be(
     assert plan_round(cheap, allowed, INNER) == plan_round(cheap, PlannerSection(), INNER)
 
 
+@pytest.mark.parametrize("as_guessed", [2.1e5, 2.2e5, 2.4e5, 4e5])
+def test_a_round_planned_for_faster_links_than_there_are_is_planned_anew_and_then_stands(as_guessed: float) -> None:
+    allowed = PlannerSection(max_round_tokens=10**8)
+
+    def following(previous: Plan | None, bytes_per_second: float) -> Plan:
+        return plan_round(inputs(paper(), previous, links=full_links(paper(), 0.2, bytes_per_second)), allowed, INNER)
+
+    plan = following(following(None, as_guessed), 2e5)
+    assert plan.exchange_seconds / (plan.exchange_seconds + plan.train_seconds) <= 0.05 * 1.06
+    for bytes_per_second in (1.97e5, 2.03e5, 1.96e5, 2.04e5):
+        again = following(plan, bytes_per_second)
+        assert again.planned_tokens == plan.planned_tokens
+        plan = again
+
+
 def test_the_last_round_trains_what_the_budget_leaves() -> None:
     plan = plan_round(inputs(paper(), budget_tokens=200 * SEQUENCE_LENGTH + 5), PlannerSection(), INNER)
     assert plan.planned_tokens == 200 * SEQUENCE_LENGTH
