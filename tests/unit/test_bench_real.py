@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from geomesh_p2p.core.observations import PlanAdopted
+from geomesh_p2p.core.types import Term
 from geomesh_p2p.lab.bench.methods import METHODS
 from geomesh_p2p.lab.bench.real import SECTIONS, _fields, _outcome, _section
 from geomesh_p2p.lab.bench.replay import replayed
@@ -92,7 +93,10 @@ def test_the_plans_that_a_mesh_made_are_told_again_in_virtual_time(method: str, 
         for one in rounds:
             slower = replace(
                 one.plan,
-                members=tuple(replace(m, finish_seconds=SCALE * m.finish_seconds) for m in one.plan.members),
+                term=Term(3, f"id of {one.plan.term.candidate}"),
+                members=tuple(
+                    replace(m, peer=f"id of {m.site}", finish_seconds=SCALE * m.finish_seconds) for m in one.plan.members
+                ),
                 **{name: SCALE * getattr(one.plan, name) for name in times},
             )
             file(PlanAdopted(replace(slower, members=slower.members[:1])))  # an attempt that came to nothing

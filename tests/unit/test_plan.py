@@ -369,7 +369,7 @@ def test_a_round_is_made_longer_until_its_exchange_is_cheap_as_far_as_it_may_be(
     assert plan_round(cheap, allowed, INNER) == plan_round(cheap, PlannerSection(), INNER)
 
 
-@pytest.mark.parametrize("as_guessed", [2.1e5, 2.2e5, 2.4e5, 4e5])
+@pytest.mark.parametrize("as_guessed", [2.2e5, 2.4e5, 2.6e5, 4e5])
 def test_a_round_planned_for_faster_links_than_there_are_is_planned_anew_and_then_stands(as_guessed: float) -> None:
     allowed = PlannerSection(max_round_tokens=10**8)
 
@@ -377,7 +377,7 @@ def test_a_round_planned_for_faster_links_than_there_are_is_planned_anew_and_the
         return plan_round(inputs(paper(), previous, links=full_links(paper(), 0.2, bytes_per_second)), allowed, INNER)
 
     plan = following(following(None, as_guessed), 2e5)
-    assert plan.exchange_seconds / (plan.exchange_seconds + plan.train_seconds) <= 0.05 * 1.06
+    assert plan.exchange_seconds / (plan.exchange_seconds + plan.train_seconds) <= 0.05 * 1.03
     for bytes_per_second in (1.97e5, 2.03e5, 1.96e5, 2.04e5):
         again = following(plan, bytes_per_second)
         assert again.planned_tokens == plan.planned_tokens

@@ -277,7 +277,7 @@ def _play_ahead(
     ]
     finish = np.array([seconds for _, _, seconds in done])
     tokens = [sequences * run.model.sequence_length for _, sequences, _ in done]
-    at = [member.site for member in plan.members].index(leader) if leader in plan.peers else 0
+    at = plan.peers.index(leader) if leader in plan.peers else 0
     pairs = np.ix_(sites, sites)
     links = LinkTable(moment.rates[pairs], moment.rtts[pairs], 0)
     folded = folded_seconds(links, volume, plan.topology, plan.shares, finish, at)
