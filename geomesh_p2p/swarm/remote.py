@@ -225,10 +225,13 @@ class Remote:
         if stream is None:
             self.traffic.dropped += 1
         else:
+            self._bulk.remove(stream)
+            self._bulk.append(stream)
             stream.write(buffers)
 
     def _least_loaded(self) -> FrameStream | None:
-        """The stream that the next chunk goes to; None if every one is full."""
+        """The stream that the next chunk goes to; None if every one is full. Of streams alike the one that was used least
+        recently: the daemon takes more than a stream's window lets through, so that it has taken all says little."""
         return min((stream for stream in self._bulk if not stream.paused), key=lambda s: s.backlog, default=None)
 
     async def _wait_turn(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -36,6 +37,7 @@ class Wire(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.place.written += len(data)
+        self.place.carried[self] += len(data)
 
     def writelines(self, buffers: Any) -> None:
         for data in buffers:
@@ -55,6 +57,7 @@ class Place:
         self.open: set[Wire] = set()
         self.opened: list[float] = []
         self.most_open = self.written = 0
+        self.carried: Counter[Wire] = Counter()
         self.refuses = False
         self.reset_after: float | None = None
         self.remote = Remote("peer", self.open_stream, 4, Shape())
@@ -219,3 +222,19 @@ def test_a_stream_that_lasted_wipes_the_slate_and_news_alone_does_not() -> None:
     assert retrying.wait_seconds(70.0) == 0.25
     retrying.another()
     assert retrying.wait_seconds(70.0) == 0.0
+
+
+def test_chunks_are_spread_evenly_also_while_the_daemon_takes_everything_at_once() -> None:
+    """A stream's window is a quarter of a mebibyte: bytes beyond wait a round trip, while the other streams are idle."""
+
+    async def scene() -> None:
+        place = Place()
+        for _ in range(16):
+            await place.remote.send_bulk([bytes(1000)], 1000)
+            await asyncio.sleep(0.1)
+        carried = Counter(place.carried.values())
+        assert carried == {4000: 4}
+        place.remote.close()
+        await asyncio.sleep(0.1)
+
+    virtually(scene)
