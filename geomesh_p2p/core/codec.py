@@ -7,14 +7,14 @@ row that the section touches), then `width` bits a parameter, the lowest bits of
 whole vector. A reducer's part is the section of its share. Widths:
 
     1    a sign: ±magnitude                            magnitude: L1 mean, or root mean square, of what is encoded
-    2    -1, 0, 1 times the magnitude                  mean of |x| above 0.7 mean |x| (ternary weight networks, Li et al. 2016)
+    2    -3, -1, 1, 3 times the magnitude              0.624 mean |x|: of four even levels the best for normal x (Max 1960)
     4    -7 ... 7 times the magnitude (the step)       max |x| / 7
     8    -127 ... 127 times the magnitude (the step)   max |x| / 127
     16   fp16, 32 fp32                                 none
 
-All but width 1 can say zero, so a tie stays one. One bit cannot: a zero (a parameter without a gradient, a tie in a mean) is
-sent as + where index + round is even and as - where it is odd. So its errors cancel from round to round and between
-neighbours instead of adding up; a tensor or row of zeros alone has magnitude zero and does not move at all.
+From width 4 on a section can say zero, so a tie stays one. One bit and two cannot: a zero (a parameter without a gradient, a
+tie in a mean) is sent as + where index + round is even and as - where it is odd. So its errors cancel from round to round and
+between neighbours instead of adding up; a tensor or row of zeros alone has magnitude zero and does not move at all.
 
 Values decoded are fp32 and the same on every machine: only separate IEEE
 multiplications and additions, element by element, in a fixed order. Kernels work in chunks that stay in the cache: no
@@ -46,7 +46,8 @@ __all__ = [
 Fill = Callable[[int, int, Vector], Any]
 """fill(start, stop, out): writes parameters [start, stop) of what is encoded to `out`."""
 
-_TOP = {2: 1, 4: 7, 8: 127}
+_TOP = {4: 7, 8: 127}
+HALF_STEP = 0.624  # of four levels, in mean |x|
 ONE = np.float32(1)
 
 # Least value that counts as positive, by parity of the index: zero, or the smallest above zero.
@@ -68,7 +69,8 @@ def _table(width: int) -> Vector:
         return 2 * bits - 1
     worth = 2.0 ** np.arange(width, dtype=np.float32)
     worth[-1] *= -1
-    return np.ascontiguousarray(bits.reshape(256, 8 // width, width) @ worth, dtype=np.float32)
+    levels = bits.reshape(256, 8 // width, width) @ worth
+    return np.ascontiguousarray(2 * levels + 1 if width == 2 else levels, dtype=np.float32)
 
 
 _TABLES = {width: _table(width) for width in (1, 2, 4, 8)}
@@ -158,14 +160,13 @@ def _encode(section: Section, rms: bool, fill: Fill, out: Bytes | None, round: i
         measure = _Measure(section, "square" if rms else "absolute", packed=body, round=round).run(fill, scratch)
         return _sealed(section, np.sqrt(measure.mean) if rms else measure.mean, data)
     if section.width == 2:
-        measure = _Measure(section, "absolute").run(fill, scratch)
-        magnitudes = _Measure(section, "absolute", above=0.7 * measure.mean).run(fill, scratch).mean
+        magnitudes = HALF_STEP * _Measure(section, "absolute").run(fill, scratch).mean
     else:
         measure = _Measure(section, "maximum").run(fill, scratch)
         magnitudes = measure.sums / _TOP[section.width]
     sealed = _sealed(section, magnitudes, data)
     if not isinstance(sealed, NotFinite):
-        _pack_levels(section, fill, scratch, section.head(data), body)
+        _pack_levels(section, fill, scratch, section.head(data), body, round)
     return sealed
 
 
@@ -216,10 +217,9 @@ class _Measure:
         section: Section,
         of: str,
         packed: Bytes | None = None,
-        above: npt.NDArray[np.float64] | None = None,
         round: int = 0,
     ) -> None:
-        self.section, self.of, self.packed, self.above = section, of, packed, above
+        self.section, self.of, self.packed = section, of, packed
         self.sums = np.zeros(section.magnitudes)
         self.counts = np.zeros(section.magnitudes, np.int64)
         self._signs = np.empty(CHUNK if packed is not None else 0, np.bool_)
@@ -251,19 +251,15 @@ class _Measure:
         for piece in self.section.layout.pieces(start, stop):
             rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
             at = slice(piece.magnitude - origin, piece.magnitude - origin + piece.rows)
-            if self.above is not None:
-                chosen = rows > self.above[at, None]
-                self.sums[at] += (rows * chosen).sum(axis=1)
-                self.counts[at] += chosen.sum(axis=1)
-            elif self.of == "maximum":
+            if self.of == "maximum":
                 self.sums[at] = np.maximum(self.sums[at], rows.max(axis=1))
             else:
                 self.sums[at] += rows.sum(axis=1)
                 self.counts[at] += rows.shape[1]
 
 
-def _pack_levels(section: Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes) -> None:
-    width, top, origin = section.width, _TOP[section.width], section.first_magnitude
+def _pack_levels(section: Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes, round: int) -> None:
+    width, origin, least = section.width, section.first_magnitude, _LEAST[round % 2 :]
     divisors = np.where(steps > 0, steps, np.float32(1))
     for start, stop in section.chunks(CHUNK):
         values = scratch[: stop - start]
@@ -271,7 +267,11 @@ def _pack_levels(section: Section, fill: Fill, scratch: Vector, steps: Vector, b
         for piece in section.layout.pieces(start, stop):
             rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
             rows /= divisors[piece.magnitude - origin : piece.magnitude - origin + piece.rows, None]
-        np.clip(np.rint(values, out=values), -top, top, out=values)
+        if width == 2:
+            positive = values >= least[: stop - start]
+            values[:] = np.where(np.abs(values) < 2, positive - np.float32(1), 3 * positive - np.float32(2))
+        else:
+            np.clip(np.rint(values, out=values), -_TOP[width], _TOP[width], out=values)
         begin, end = section.span(start, stop)
         levels = np.zeros((end - begin) * (8 // width), np.int8)
         levels[: stop - start] = values

@@ -61,7 +61,7 @@ def test_parts_that_can_be_checked_by_hand() -> None:
     layout, mean = Layout((Tensor("w", 4),)), np.array([7, -3.4, 0, 1], np.float32)
     expected = {
         1: (2.85, bytes([0b1101]), [2.85, -2.85, 2.85, 2.85]),        # mean |x| = 11.4 / 4
-        2: (5.2, bytes([0b00001101]), [5.2, -5.2, 0, 0]),             # 0.7 * 2.85 = 1.995: 7 and 3.4 are above, mean 5.2
+        2: (1.7784, bytes([0b00001101]), [5.3352, -1.7784, 1.7784, 1.7784]),  # 0.624 * 2.85; 7 alone is above twice that
         4: (1, bytes([0xD7, 0x10]), [7, -3, 0, 1]),                   # step 7 / 7
         8: (7 / 127, bytes([127, 256 - 62, 0, 18]), [7, -62 * 7 / 127, 0, 18 * 7 / 127]),
     }
