@@ -3,12 +3,13 @@
 # test    the fast tests          test-all  every test          lint  style, types, import law
 # soak    hours of random faults, joins and leaves; resumable
 # test-compose the image and the mesh in containers; dashboards and alerts over a real Prometheus (as root, on Debian)
+# bench   minutes: does GeoMesh keep what it claims?     bench-full  hours: the whole comparison (docs/benchmarks.md); resumable
 # bench-micro  codec, loop, transport and the like: ratios and costs
 
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all test-faultless test-compose soak lint bench-micro bench
+.PHONY: help setup demo test test-all test-faultless test-compose soak lint bench-micro bench bench-full
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -54,3 +55,13 @@ test-compose: setup
 #: Minutes of it, on a small model; exit code 1 unless GeoMesh keeps what it claims. The whole comparison: docs/benchmarks.md.
 bench: setup
 	$(BIN)/geomesh bench configs/bench.toml --tokens 2097152 --check
+
+#: Hours of it; stopped, it goes on where it was. What is trained for one comparison serves the others too.
+FULL := $(BIN)/geomesh bench configs/bench-1m.toml --store runs/full/trajectories
+bench-full: setup
+	$(FULL) --methods all --seeds 1 2 3 --choice 2000 --out runs/full/paper
+	$(FULL) --setting azure4 --methods diloco geomesh --seeds 1 2 3 --out runs/full/azure4
+	$(FULL) --setting drift --methods diloco geomesh geomesh-static --out runs/full/drift
+	$(FULL) --setting harsh --methods diloco diloco-1bit geomesh geomesh-fp32 geomesh-delayed --out runs/full/harsh
+	$(FULL) --setting homogeneous --methods diloco geomesh --out runs/full/homogeneous
+	$(FULL) --tokens 21700000 --methods diloco geomesh async --out runs/full/long

@@ -254,7 +254,7 @@ def _bench(args: argparse.Namespace) -> int:
     from geomesh_p2p.lab.bench.command import Request, bench, table
     from geomesh_p2p.lab.bench.report.pages import again
 
-    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "processes")
+    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "store", "processes")
     asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     request = Request(**asked)
     report = again(request.out) if args.report_only else bench(_resolve(args).config, request)
@@ -436,6 +436,8 @@ def _parser() -> _Parser:
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
     benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")
     benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
+    about_store = "where what is trained is kept, for several comparisons (default: DIR/trajectories)"
+    benchmark.add_argument("--store", type=Path, metavar="FOLDER", help=about_store)
     about_check = "exit code 1 unless GeoMesh keeps what it claims against diloco (time, idle shares, perplexity)"
     benchmark.add_argument("--check", action="store_true", help=about_check)
     about_report = "train nothing: report.md and report.html anew from DIR/report.json"

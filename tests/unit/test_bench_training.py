@@ -3,6 +3,7 @@ same weights."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def test_perplexity_falls_and_a_second_time_nothing_is_trained(name: str, tmp_pa
     again: list[Point] = []
     assert job(name, tmp_path).play(tmp_path / "store", again.append) == first
     assert again == []
+
+
+def test_what_two_ask_for_at_once_is_trained_once(tmp_path: Path) -> None:
+    asked = [job("diloco", tmp_path), job("diloco", tmp_path)]
+    told: list[Point] = []
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda one: one.play(tmp_path / "store", told.append), asked)
+    assert len(told) == first.figures["rounds_committed"]
+    assert first.curve == second.curve
 
 
 def test_other_links_are_priced_and_not_trained_again(tmp_path: Path) -> None:

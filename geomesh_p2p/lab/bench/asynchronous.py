@@ -23,7 +23,7 @@ from geomesh_p2p.core.ports import Vector
 from geomesh_p2p.core.types import NO_TERM, Assignment, Plan, Range
 from geomesh_p2p.lab.bench.clock import Moment, World
 from geomesh_p2p.lab.bench.timeline import Part, Stage
-from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, Workers, keep, read
+from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, Workers, claimed, keep
 from geomesh_p2p.lab.report import FP32_BYTES
 
 Kind = Literal["train", "send", "apply", "merge"]
@@ -201,8 +201,14 @@ def train_race(
     for event in events:
         key = digest("event", key, event.kind, event.site, event.steps, event.start, event.tokens)
     folder = store / key.hex()[:32]
-    if (folder / "done.json").is_file():
-        return read(folder)
+    with claimed(folder) as done:
+        return done or _train_race(workers, run, events, folder, tell)
+
+
+def _train_race(
+    workers: Workers, run: RunConfig, events: Sequence[Event], folder: Path, tell: Callable[[Point], None]
+) -> Trajectory:
+    sites = list(workers.engines)
     server = _Server(run, np.array(workers.first.state.anchor), len(sites))
     points = [Point(0, 0, workers.validate(), None)]
     base = {name: np.array(server.anchor) for name in sites}

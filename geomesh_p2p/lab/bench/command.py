@@ -36,6 +36,8 @@ class Request:
     engine: Literal["virtual", "real"] = "virtual"
     """virtual: real gradients, simulated clock; real: a mesh of processes on this machine, devices and links emulated."""
     out: Path = Path("runs/bench")
+    store: Path | None = None
+    """Where what is trained is kept, for several settings or comparisons; None: below `out`."""
     choice: int = 0
     """So many items of continuation choice for every anchor; 0: none."""
     processes: int = 0
@@ -57,7 +59,8 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         scale = real.time_scale(base, setting, request.out / "real")
         outcomes = [real.play(job, request.out, scale, to_stderr) for job in queue]
     else:
-        outcomes = play_all(queue, request.out, request.processes or os.cpu_count() or 1, to_stderr)
+        store = request.store or request.out / "trajectories"
+        outcomes = play_all(queue, store, request.processes or os.cpu_count() or 1, to_stderr)
     target = base.run.target_ppl or _usual_target(outcomes)
     about = {
         "run_id": base.run.id,

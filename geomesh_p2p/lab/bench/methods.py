@@ -67,8 +67,8 @@ Fields = dict[str, Any]
 
 FP32: Fields = {"payload": "fp32"}
 REDUCE: Fields = {"topology": "reduce"}
-# Outer constants (LOG.md has the sweeps): plain numbers take those of the run file, which are the best found for diloco with its
-# model and number of tokens.
+# Outer constants (LOG.md has the sweeps): plain numbers take those of the run file, which are the best found for diloco with
+# its model and number of tokens.
 OUTER_SIGNS: Fields = {"learning_rate": 0.7, "momentum": 0.5}
 NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.

@@ -1,6 +1,6 @@
 """The queue of a benchmark: every method with every seed, each trained once, priced under the setting, reported together.
 
-What is trained is kept below FOLDER/trajectories; run again, the same command goes on from there.
+What is trained is kept; run again, the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def _value(text: str) -> Any:
 # ---------------------------------------------------------------- the queue
 
 
-def play_all(queue: Sequence[Job], folder: Path, processes: int, tell: Tell) -> list[Outcome]:
-    """All jobs, `processes` at a time with one thread each, in the order given."""
-    store, begun = folder / "trajectories", time.monotonic()
+def play_all(queue: Sequence[Job], store: Path, processes: int, tell: Tell) -> list[Outcome]:
+    """All jobs, `processes` at a time with one thread each, in the order given; trajectories are in `store`."""
+    begun = time.monotonic()
     found: dict[int, Outcome] = {}
     with ProcessPoolExecutor(max(1, processes), multiprocessing.get_context("spawn"), _alone) as pool:
         running = {pool.submit(_play, job, store): index for index, job in enumerate(queue)}

@@ -7,11 +7,13 @@ on from where it was last saved.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -239,10 +241,25 @@ def trained(
     """The trajectory of `played`, from `store` if it is there. Validated after rounds that are `validate_tokens` or more apart,
     and after the last one."""
     workers = Workers(run, sites)
-    key = key_of(workers.fingerprint, played, validate_tokens)
-    folder = store / key
-    if (folder / "done.json").is_file():
-        return read(folder)
+    folder = store / key_of(workers.fingerprint, played, validate_tokens)
+    with claimed(folder) as done:
+        return done or _train(workers, played, folder, validate_tokens, tell)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[Trajectory | None]:
+    """While a trajectory is trained nobody else does it: two methods, or two commands, may ask for the same one. Gives it if
+    it is there by now."""
+    locks = folder.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / folder.name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield read(folder) if (folder / "done.json").is_file() else None
+
+
+def _train(
+    workers: Workers, played: Sequence[Round], folder: Path, validate_tokens: int, tell: Callable[[Point], None]
+) -> Trajectory:
     folder.mkdir(parents=True, exist_ok=True)
     points, begin = _resumed(workers, folder, played)
     if not points:
