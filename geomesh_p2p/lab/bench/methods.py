@@ -74,15 +74,17 @@ NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.
 LION_RATE = 0.25
 LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
-# Rounds grow, to twice the reference at most, until the exchange takes 7% of them.
-LONGEST = 2.0
+# Contributions have one bit, a reducer's answer two: a second sign costs 5% of perplexity (LOG.md).
+SIGNS: Fields = {"second_phase_bits": 2}
+# Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them.
+LONGEST = 2.125
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 
 
 def _methods() -> tuple[Method, ...]:
     diloco = {"codec": FP32, "planner": REDUCE}
     int8 = {**diloco, "codec": {"payload": "int8"}}
-    planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
+    planned = {"codec": SIGNS, "planner": PLANNED, "outer": OUTER_SIGNS}
     delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed"}}
     fp32 = {"codec": FP32, "planner": PLANNED}
     return (
@@ -95,7 +97,7 @@ def _methods() -> tuple[Method, ...]:
         Method("diloco-steps", "inner steps in proportion to speed, fp32", changes=diloco, speed_steps=True),
         Method("diloco-1bit", "diloco with signs on the wire", changes={"outer": OUTER_SIGNS}),
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
-        Method("geomesh", "planned batch and steps, 1 bit a parameter", changes=planned, longest=LONGEST),
+        Method("geomesh", "planned batch and steps, signs, two bits a parameter back from a reducer", changes=planned, longest=LONGEST),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
         Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
         Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
