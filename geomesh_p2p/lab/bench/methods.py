@@ -97,7 +97,7 @@ def _methods() -> tuple[Method, ...]:
         Method("diloco-steps", "inner steps in proportion to speed, fp32", changes=diloco, speed_steps=True),
         Method("diloco-1bit", "diloco with signs on the wire", changes={"outer": OUTER_SIGNS}),
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
-        Method("geomesh", "planned batch and steps, signs, two bits a parameter back from a reducer", changes=planned, longest=LONGEST),
+        Method("geomesh", "planned batch and steps, signs; a reducer answers with two bits", changes=planned, longest=LONGEST),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
         Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
         Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
