@@ -71,6 +71,13 @@ class ExchangeLost:
 
 
 @dataclass(frozen=True)
+class ExchangeMoved:
+    """The exchange of `plan` has gone on since this was last said, or since it began."""
+
+    plan: Digest
+
+
+@dataclass(frozen=True)
 class FetchedHeld:
     """The body of a held update asked for by FetchHeld has arrived and fits its hash."""
 
@@ -145,8 +152,8 @@ class RollbackWanted:
 
 
 Event = (
-    Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | FetchedHeld | CaughtUp | FetchFailed
-    | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted | StopWanted | RollbackWanted
+    Tick | Received | Ready | Planned | Trained | Assembled | ExchangeLost | ExchangeMoved | FetchedHeld | CaughtUp
+    | FetchFailed | ClaimAnswered | SaveFailed | Hashed | StateChecked | LeaveWanted | StopWanted | RollbackWanted
 )
 
 # ---------------------------------------------------------------- actions

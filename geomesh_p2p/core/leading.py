@@ -34,6 +34,7 @@ from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan
 
 AT_WORK = ("training", "straggler_idle", "exchange", "commit")
 LONGEST_BENCH_ROUNDS = 8
+MOST_EXCHANGE_SECONDS = 900.0    # for which it is waited for an exchange that goes on, however short it was thought
 SILENCE_SHARE = 0.25             # of a round's training for which a silent member is waited for
 Stage = Literal["recover", "collect", "planning", "open", "done"]
 
@@ -61,6 +62,8 @@ class Leading:
         self.reports: dict[PeerId, tuple[int, Update]] = {}
         self.members_counted: tuple[PeerId, ...] = ()
         self.opened_at = self.finished_at = self.held_at = state.now
+        self.moved_at = float("-inf")            # when the exchange here was last seen to go on
+        self.took_seconds = 0.0                  # of the exchange that brought what is held here
         self.act_at = state.now
         self.push_at = float("inf")
         self.overtaken_at = float("inf")         # since when a quorum holds what this leader still exchanges
@@ -283,6 +286,7 @@ class Leading:
         self.members_counted = s.view if s.rules.on("count_view") else plan.peers
         self.opened_at, self.waiting = s.now, ""
         self.finished_at = self.held_at = float("inf")
+        self.moved_at, self.took_seconds = float("-inf"), 0.0
         self.act_at = s.now + s.timing.retry_seconds
         for peer in plan.peers:
             if peer != s.me:
@@ -303,6 +307,15 @@ class Leading:
                 return
         if len(self.finished) == len(self.plan.members) and self.finished_at == float("inf"):
             self.finished_at = self.s.now
+
+    def on_moved(self, plan: Digest) -> None:
+        """The exchange of `plan` goes on here."""
+        if self.plan is not None and plan == self.plan.digest:
+            self.moved_at = self.s.now
+
+    def _exchange_seconds(self, upto: float) -> float:
+        """What the plan's exchange takes: as was planned, or as it has by `upto`, whose links may be slower than was known."""
+        return 0.0 if self.plan is None else max(self.plan.exchange_seconds, upto - self.finished_at)
 
     def on_refused(self, sender: PeerId, refusal: PlanRefused) -> None:
         """A member will not take part in this attempt."""
@@ -366,8 +379,8 @@ class Leading:
         self.reports[sender] = (report.attempt, report.update)
         if sender == s.me:
             self.held_at = s.now
-            pause = s.timing.retry_seconds if self.plan is None else max(s.timing.retry_seconds, self.plan.exchange_seconds)
-            self.push_at = min(self.push_at, s.now + pause)
+            self.took_seconds = self._exchange_seconds(s.now)
+            self.push_at = min(self.push_at, s.now + max(s.timing.retry_seconds, self.took_seconds))
         self._count()
 
     def _count(self) -> None:
@@ -392,11 +405,11 @@ class Leading:
 
     def _may_still_assemble(self, update: Update) -> bool:
         """Whether this leader's own exchange is about to bring `update`, which a quorum holds already: as a rule the others are
-        only a moment ahead. To fetch it takes the links twice, so the exchange has as long again as was planned for it."""
+        only a moment ahead. To fetch it takes the links twice, so the exchange has as long again as it took them."""
         if self.plan is None or not self.member.assembling(update):
             return False
         self.overtaken_at = min(self.overtaken_at, self.s.now)
-        return self.s.now < self.overtaken_at + self.plan.exchange_seconds + 2 * self.s.timing.retry_seconds
+        return self.s.now < self.overtaken_at + self._exchange_seconds(self.overtaken_at) + 2 * self.s.timing.retry_seconds
 
     def _has_body(self, seal: Digest) -> bool:
         held = self.s.held_next()
@@ -489,8 +502,7 @@ class Leading:
                 self._push(held)
             self.waiting = f"held reports of {s.sites(peer for peer in s.view if peer not in self.reports)}"
             self.act_at = s.now + retry
-            exchange = 0.0 if self.plan is None else self.plan.exchange_seconds
-            if s.now - self.held_at > 8 * (s.timing.heartbeat_limit_seconds + exchange):
+            if s.now - self.held_at > 8 * (s.timing.heartbeat_limit_seconds + self.took_seconds):
                 self.failed = "exchange_failed"
             return
         self.push_at = float("inf")
@@ -522,7 +534,9 @@ class Leading:
         if self.finished_at < float("inf"):
             self.waiting = "the exchange"
             patience = 4 * plan.exchange_seconds * (1 + self.failures) + 2 * s.timing.heartbeat_limit_seconds
-            if s.now - self.finished_at > patience:
+            still = s.now - max(self.finished_at, self.moved_at)
+            # While it goes on, links are slower than was known: begun anew, it would only send the same bytes again.
+            if still > patience or s.now - self.finished_at > max(patience, MOST_EXCHANGE_SECONDS):
                 if self.reports:
                     self.finished_at = s.now
                     self._fetch_reported()

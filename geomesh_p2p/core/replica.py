@@ -122,6 +122,9 @@ class Replica:
                     self._overtaken()
             case ev.ExchangeLost(plan, peers):
                 self._exchange_lost(plan, peers)
+            case ev.ExchangeMoved(plan):
+                if leading is not None:
+                    leading.on_moved(plan)
             case ev.FetchedHeld(held):
                 if member.on_fetched(held):
                     if leading is not None:

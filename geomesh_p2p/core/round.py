@@ -74,6 +74,7 @@ class Member:
         self.early: dict[tuple[Digest, PeerId], Finished] = {}
         self.wanted: Held | None = None          # a held record being fetched, with the rank it will have here
         self.wanted_as: Rank = NO_RANK           # the rank under which it is then reported
+        self.exchange_since = float("inf")       # since when all contributions are final
         self.overtaken: tuple[PeerId, Commit] | None = None
         self.overtaken_until = float("inf")
         self.repeat_at = float("inf")
@@ -156,7 +157,7 @@ class Member:
         if not s.rules.on("held_survives"):
             s.held = None
         self.plan, self.finished, self.own_finished, self.assembled = plan, {}, None, None
-        self.exchanging, self.given_up = True, None
+        self.exchanging, self.given_up, self.exchange_since = True, None, float("inf")
         self.repeat_at = s.now + s.timing.retry_seconds
         allowed = plan.train_seconds + plan.exchange_seconds + plan.grace_seconds
         self.accepted_at = s.now
@@ -233,6 +234,8 @@ class Member:
             self.s.note("blame", peer_id=sender, peer_site=self.s.site_of(sender), round=self.plan.round, reason=fault)
             return fault
         self.finished[sender] = c
+        if len(self.finished) == len(self.plan.members):
+            self.exchange_since = self.s.now
         self.s.out.append(MemberFinished(message.plan, c))
         return ""
 
@@ -320,9 +323,11 @@ class Member:
         return all(self.finished.get(c.peer) == c for c in update.contributors)
 
     def wait_for_assembly(self, sender: PeerId, commit: Commit) -> None:
+        """The exchange has as long again as it took others, or as was planned: to fetch its update takes the links twice."""
         assert self.plan is not None
         if self.overtaken is None:
-            self.overtaken_until = self.s.now + self.plan.exchange_seconds + 2 * self.s.timing.retry_seconds
+            seconds = max(self.plan.exchange_seconds, self.s.now - self.exchange_since)
+            self.overtaken_until = self.s.now + seconds + 2 * self.s.timing.retry_seconds
         self.overtaken = (sender, commit)
 
     def stop_exchange(self, reason: str) -> None:

@@ -32,12 +32,14 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Progress:
-    """Payload bytes received of those expected, and sent; `remaining_seconds` at the rate so far, None before the first."""
+    """Payload bytes received of those expected, and sent; `remaining_seconds` at the rate so far, None before the first.
+    `moved` grows as long as the exchange goes on: with bytes, and with reducers that say that they are at work."""
 
     done_bytes: int
     total_bytes: int
     sent_bytes: int
     remaining_seconds: float | None
+    moved: int = 0
 
 
 class ExchangeListener(Protocol):

@@ -27,7 +27,8 @@ class ExchangeLimits:
     deadline_factor: float = 4.0
     deadline_growth: float = 1.5
     misses_until_lost: int = 2
-    """The first misses only make the receiver ask again, the owner and others; from this one on the owner is reported."""
+    """Without a byte in between: the first misses only make the receiver ask again, the owner and others; from this one on the
+    owner is reported."""
     acknowledge_chunks: int = 8
     rates: Mapping[PeerId, float] = field(default_factory=dict)
     round_trip_seconds: float = 0.0
@@ -67,6 +68,7 @@ class _Due:
         self.since = self.silent_since = now
         self.deadline = now + patience_seconds
         self.misses = 0
+        self.misses_in_a_row = 0
         self.blocked_by: tuple[PeerId, ...] = ()
         self._others = tuple(peer for peer in others if peer != key.owner)
         # a reducer may be there and wait itself; its answer to a question may get lost, so it is asked more than once
@@ -86,8 +88,14 @@ class _Due:
 
     def progressed(self, now: float) -> None:
         self.silent_since = now
+        self.misses_in_a_row = 0
         self.deadline = now + self._wait_seconds
         self.blocked(())
+
+    def at_work(self, now: float) -> None:
+        """The owner says that it goes on: it is asked for that again as soon as it was at first."""
+        self.progressed(now)
+        self.deadline = now + self._patience
 
     def blocked(self, peers: tuple[PeerId, ...]) -> None:
         """The owner is there (and waits for `peers` itself): nobody else need be asked until the next miss."""
@@ -99,6 +107,7 @@ class _Due:
         """Whom to ask now; a deadline that has passed counts as a miss."""
         if now >= self.deadline:
             self.misses += 1
+            self.misses_in_a_row += 1
             self.deadline = now + self._wait_seconds
             self.blocked_by = ()  # as of the last miss: the owner is asked anew
             self._untried = list(self._others)
@@ -138,12 +147,27 @@ class DueStreams:
     def is_due(self, key: StreamKey) -> bool:
         return key in self._due
 
+    def is_silent(self, key: StreamKey, now: float) -> bool:
+        """Whether no byte of a stream that is due has come for as long as the first is waited for."""
+        return key in self._due and now - self._due[key].silent_since >= self._patience
+
     def misses(self, key: StreamKey) -> int:
         return self._due[key].misses if key in self._due else 0
 
     def progressed(self, key: StreamKey, now: float) -> None:
         if key in self._due:
             self._due[key].progressed(now)
+
+    def sends(self, peer: PeerId, now: float) -> None:
+        """Bytes have come from `peer`, whose streams come one after the other: none of them is silent."""
+        for key, due in self._due.items():
+            if key.owner == peer:
+                due.progressed(now)
+
+    def at_work(self, key: StreamKey, now: float) -> None:
+        """The owner has said that it still receives, or reckons, what it needs to make the stream."""
+        if key in self._due:
+            self._due[key].at_work(now)
 
     def blocked(self, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
         """The owner has said that it waits for `peers` itself: they are reported in its place."""
@@ -166,7 +190,7 @@ class DueStreams:
             misses, culprits, asked = due.misses, due.blocked_by or (due.owner,), due.check(now)
             if asked:
                 asks.append((key, asked))
-            if due.misses > misses and due.misses >= self._limits.misses_until_lost:
+            if due.misses > misses and due.misses_in_a_row >= self._limits.misses_until_lost:
                 for peer in culprits:
                     missed[peer] = max(missed.get(peer, 0.0), now - due.silent_since)
         missed.pop(self._me, None)

@@ -87,7 +87,7 @@ class Exchange:
         self._stopped = False
         self._first_byte_at: float | None = None
         self._sent_before = self._sent()
-        self._received = 0
+        self._received = self._moved = 0
 
     # ------------------------------------------------------------ life
 
@@ -219,6 +219,7 @@ class Exchange:
         if taken.new:
             self._count(taken.new)
             self._due.progressed(key, self._now)
+            self._due.sends(sender, self._now)
             self._settle(key.owner)
             self._changed.set()
 
@@ -297,17 +298,20 @@ class Exchange:
         self._transport.send(to, ChunkMissing(self._digest, key.kind, key.owner, key.share, peers))
 
     def _not_here(self) -> tuple[PeerId, ...]:
-        """The members whose contributions this reducer lacks."""
+        """The members whose contributions this reducer lacks, but for those whose bytes are coming."""
         return tuple(
             peer for peer in self._lanes
-            if peer not in self._finished or self._due.is_due(self._streams.contribution_of(peer))
+            if peer not in self._finished or self._due.is_silent(self._streams.contribution_of(peer), self._now)
         )  # fmt: skip
 
     def _not_to_be_had(self, sender: PeerId, key: StreamKey, peers: tuple[PeerId, ...]) -> None:
         if sender != key.owner:
             self._ask(self._due.ask_next(key, self._now), key)
-        elif key.kind == PART:
+        elif key.kind == PART and peers:
             self._due.blocked(key, tuple(peer for peer in peers if peer in self.plan.peers and peer != sender))
+        elif key.kind == PART:
+            self._due.at_work(key, self._now)
+            self._moved += 1
 
     def _ask(self, peers: list[PeerId], key: StreamKey) -> None:
         gaps = tuple(Range(*gap) for gap in self._reception.gaps(key)[:MAX_GAPS])
@@ -454,6 +458,7 @@ class Exchange:
         if self._first_byte_at is None:
             self._first_byte_at = self._now
         self._received += size
+        self._moved += 1
 
     def progress(self) -> Progress:
         peers = [peer for peer in self._lanes if not (peer in self._finished and self._finished[peer].abstains)]
@@ -464,7 +469,7 @@ class Exchange:
         elapsed = self._now - self._first_byte_at if self._first_byte_at is not None else 0.0
         done = min(self._received, total)
         remaining = (total - done) * elapsed / done if done and elapsed else None
-        return Progress(done, total, self._sent() - self._sent_before, remaining)
+        return Progress(done, total, self._sent() - self._sent_before, remaining, self._moved)
 
     def _sent(self) -> int:
         """Payload bytes ever sent to the other members."""

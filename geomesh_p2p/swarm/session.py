@@ -256,13 +256,17 @@ class Session:
             self.around.transport.forget(peer)
 
     async def _watch_exchange(self) -> None:
-        """Says how far an exchange is, for as long as it lasts."""
+        """Says how far an exchange is, for as long as it lasts, and whether it goes on."""
+        before: tuple[Digest, int] | None = None
         while True:
-            await asyncio.sleep(SHOW_SECONDS)
+            await asyncio.sleep(min(SHOW_SECONDS, self.replica.s.timing.heartbeat_limit_seconds / 4))
             if self.replica.phase in ("straggler_idle", "exchange") and (current := self.desk.progress()) is not None:
                 plan, p = current
                 said = obs.ExchangeProgress(plan.round, p.done_bytes, p.total_bytes, p.sent_bytes, p.remaining_seconds)
                 self.around.observe(said)
+                if p.moved and before != (plan.digest, p.moved):
+                    before = plan.digest, p.moved
+                    self._put(ev.ExchangeMoved(plan.digest))
 
     def _heartbeat(self) -> msg.Heartbeat:
         step = self.book.last_step_report

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkWanted, PartHeader
 from geomesh_p2p.core.types import Range
@@ -182,6 +183,49 @@ def test_a_reducer_that_waits_for_another_member_is_not_blamed() -> None:
     run_virtual(main())
 
 
+def slow_way() -> Mesh:
+    network = Network(latency_seconds=0.02)
+    network.WINDOW_BYTES = 1000  # type: ignore[misc]
+    return Mesh(plan_for(4, "reduce"), network, CodecSection(payload="fp32"), limits=ExchangeLimits(chunk_bytes=512))
+
+
+async def reduce_with_a_slow_way(mesh: Mesh) -> None:
+    """From peer-2 to the reducer peer-3: that takes several times as long as bytes are waited for."""
+    mesh.network.set_link("peer-2", "peer-3", one_way=True, bytes_per_second=500.0)
+    mesh.start()
+    mesh.finish_all()
+    await asyncio.sleep(6.0)
+    assert 0 < mesh.exchanges[3].progress().done_bytes < mesh.exchanges[3].progress().total_bytes
+
+
+def test_a_reducer_that_still_receives_is_not_blamed() -> None:
+    async def main() -> None:
+        async with slow_way() as mesh:
+            await reduce_with_a_slow_way(mesh)
+            moved = [exchange.progress().moved for exchange in mesh.exchanges]
+            await asyncio.sleep(4.0)
+            assert all(e.progress().moved > before for e, before in zip(mesh.exchanges, moved, strict=True)), "they know it"
+            await mesh.all_assembled()
+            assert asyncio.get_running_loop().time() > 20.0
+            assert_all_equal(mesh)
+            assert all(not heard.lost_at for heard in mesh.heard)
+            assert sum(exchange.refusals["duplicate"] for exchange in mesh.exchanges) == 0
+
+    run_virtual(main())
+
+
+def test_who_dies_while_a_reducer_still_receives_from_it_is_lost_soon() -> None:
+    async def main() -> None:
+        async with slow_way() as mesh:
+            await reduce_with_a_slow_way(mesh)
+            mesh.crash(2)
+            await mesh.until(lambda: all(mesh.heard[index].lost_at for index in mesh.survivors))
+            assert asyncio.get_running_loop().time() < 6.0 + 3 * (2.0 + 3.0)
+            assert [mesh.heard[index].lost_peers for index in mesh.survivors] == [{"peer-2"}] * 3
+
+    run_virtual(main())
+
+
 def test_lost_is_said_after_a_known_time_and_again_ever_later() -> None:
     async def main() -> None:
         limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES, deadline_seconds=2.0, deadline_growth=1.5)
@@ -238,8 +282,9 @@ def test_whom_a_late_stream_is_asked_of() -> None:
     due.progressed(PART_OF_B, 13.0)
     assert due.check(20.9) == ([], ())
     assert due.waiting(20.0) == (Waiting("b", "part", 20.0, 1.0, 1),)
-    asks, missed = due.check(21.0)
-    assert (asks, missed) == ([(PART_OF_B, ["b", "c"])], (Missed("b", 8.0),))
+    assert due.check(21.0) == ([(PART_OF_B, ["b", "c"])], ())  # the first miss since then
+    asks, missed = due.check(29.0)
+    assert (asks, missed) == ([(PART_OF_B, ["b", "c"])], (Missed("b", 16.0),))
     due.whole(PART_OF_B)
     assert due.check(1000.0) == ([], ())
     assert due.waiting(1000.0) == ()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from geomesh_p2p.config import RunConfig
+from geomesh_p2p.core.observations import RoundCommitted
+from geomesh_p2p.swarm.exchange import ExchangeLimits
 from geomesh_p2p.swarm.memory import Network
 from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
 from tests.mesh.toy import toy_run
@@ -149,3 +151,28 @@ async def test_a_leader_that_leaves_is_followed_at_once(tmp_path: Path) -> None:
     assert leader.session.outcome == (0, "left: asked to")  # type: ignore[union-attr]
     for peer in peers:
         await peer.kill()
+
+
+@pytest.mark.parametrize(("topology", "seconds"), [("gather", 41.0), ("reduce", 21.0)])
+@virtual
+async def test_links_far_slower_than_thought_cost_no_attempt(tmp_path: Path, topology: str, seconds: float) -> None:
+    """Nothing is known of them before the first exchange, which then takes `seconds` instead of a moment, one way being twice as
+    slow as the others: all bytes go once, and nobody is lost, fetches what comes anyway, or misses the next round."""
+    size, bytes_per_second = 100_000, 20_000.0
+    network, run = Network(bytes_per_second=bytes_per_second), toy_run(topology=topology)
+    sections = {"codec": run.codec.model_copy(update={"payload": "fp32"}), "run": run.run.model_copy(update={"rounds": 2})}
+    run, limits = run.model_copy(update=sections), ExchangeLimits(chunk_bytes=8192)
+    peers = calm_mesh(tmp_path, ["a", "b", "c", "d"], run, network, size=size, limits=limits)
+    network.set_link(peers[2].peer, peers[3].peer, bytes_per_second=bytes_per_second / 2)
+    for peer in peers:
+        peer.start([p.peer for p in peers])
+    async with asyncio.timeout(2.5 * seconds + 20.0):  # who is left behind waits for ever
+        await asyncio.gather(*(peer.task for peer in peers if peer.task))
+    assert len(anchors(peers)) == 1
+    assert not [kind for peer in peers for kind, _ in peer.notes if kind in ("discard", "lost")]
+    for peer in peers:
+        rounds = [event for event in peer.events if isinstance(event, RoundCommitted)]
+        assert [(r.attempt, len(r.contributors)) for r in rounds] == [(1, 4), (1, 4)]
+        each = sum(rounds[1].payload_sent.values())
+        assert sum(rounds[0].payload_sent.values()) == each
+    assert max(r.times.wan_idle for p in peers for r in p.events if isinstance(r, RoundCommitted) and r.round == 1) < seconds

@@ -500,3 +500,55 @@ def test_a_leader_that_has_lost_its_exchange_fetches_at_once() -> None:
     leader, p, now = exchanging_leader()
     held_by_the_others(leader, p, now + 30.0)
     assert of_kind(leader.handle(ev.ExchangeLost(p.digest, ("c",)), now + 30.5), ev.FetchHeld)
+
+
+def seconds_until_given_up(moves_for_seconds: float) -> float:
+    """How long the leader, with 30 s planned, waits for an exchange that goes on for so long and then is still."""
+    leader, p, begun = exchanging_leader()
+    now = begun
+    while now < begun + 3000.0:
+        now += 1.0
+        for peer in "bc":
+            leader.handle(beat(peer, leader.term, leader="a", phase="exchange"), now)
+        if now <= begun + moves_for_seconds:
+            assert not leader.handle(ev.ExchangeMoved(p.digest), now)
+        given_up = [note for note in of_kind(leader.handle(ev.Tick(), now), ev.Note) if note.kind == "discard"]
+        if given_up:
+            assert given_up[0].fields["reason"] == "exchange_failed"
+            return now - begun
+    raise AssertionError("never given up")
+
+
+def test_an_exchange_is_given_up_when_nothing_of_it_comes_and_not_because_it_takes_long() -> None:
+    patience = 4 * 30.0 + 2 * 5.0
+    assert patience <= seconds_until_given_up(0.0) <= patience + 2.0
+    assert 500.0 + patience <= seconds_until_given_up(500.0) <= 500.0 + patience + 2.0
+    assert 900.0 <= seconds_until_given_up(3000.0) <= 902.0, "there is an end to it"
+
+
+def test_a_commit_that_overtakes_a_slow_exchange_waits_as_long_again_as_it_took_the_others() -> None:
+    member, p = replica("b"), plan()
+    member.handle(offer(p), 1.0)
+    member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 5.0)
+    for peer in "ac":
+        member.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), 5.0)
+    now, asked = 5.0 + 100 * p.exchange_seconds, list[ev.ProveClaim]()
+    assert order(member.handle(ev.Received("a", m.Commit(T1, update(p))), now)) == []
+    until = now + 100 * p.exchange_seconds
+    while not asked:
+        now += 0.5
+        asked = of_kind(claims(member, "a", 4, now) + member.handle(ev.Tick(), now), ev.ProveClaim)
+    assert until <= now <= until + 5.0
+
+
+def test_a_leader_lets_others_take_as_long_again_as_its_own_exchange_took_before_it_sends_them_all() -> None:
+    leader, p, begun = exchanging_leader()
+    now = begun + 200.0
+    leader.handle(ev.Assembled(p.digest, update(p)), now)
+    until, pushed = now + 200.0, list[Any]()
+    while not pushed:
+        now += 0.5
+        for peer in "bc":
+            leader.handle(beat(peer, leader.term, leader="a", phase="exchange"), now)
+        pushed = sent(leader.handle(ev.Tick(), now), m.HoldAgain)
+    assert until <= now <= until + 2.0
