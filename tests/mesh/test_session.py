@@ -156,8 +156,8 @@ async def test_a_leader_that_leaves_is_followed_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("topology", "seconds"), [("gather", 41.0), ("reduce", 21.0)])
 @virtual
 async def test_links_far_slower_than_thought_cost_no_attempt(tmp_path: Path, topology: str, seconds: float) -> None:
-    """Nothing is known of them before the first exchange, which then takes `seconds` instead of a moment, one way being twice as
-    slow as the others: all bytes go once, and nobody is lost, fetches what comes anyway, or misses the next round."""
+    """Nothing is known of them before the first exchange, which then takes up to `seconds` instead of a moment, one way being
+    twice as slow as the others: all bytes go once, and nobody is lost, fetches what comes anyway, or misses the next round."""
     size, bytes_per_second = 100_000, 20_000.0
     network, run = Network(bytes_per_second=bytes_per_second), toy_run(topology=topology)
     sections = {"codec": run.codec.model_copy(update={"payload": "fp32"}), "run": run.run.model_copy(update={"rounds": 2})}
