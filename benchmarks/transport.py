@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import uvloop
 
 from geomesh_p2p.config import NetSection
 from geomesh_p2p.core.messages import Chunk, ChunkAck, Fetch, Fetched, HeartbeatEcho, Message
+from geomesh_p2p.swarm.addresses import parse
 from geomesh_p2p.swarm.shaping import Shape
 from geomesh_p2p.swarm.transport import Libp2pTransport
 
@@ -51,7 +53,8 @@ class Receiver:
 
 
 async def serve(options: argparse.Namespace, ready: Any = None) -> None:
-    transport = Libp2pTransport(NetSection(listen=options.listen, streams=options.streams), Path(options.folder) / "serve.key")
+    net = NetSection(listen=options.listen or "/ip4/127.0.0.1/tcp/0", streams=options.streams)
+    transport = Libp2pTransport(net, Path(options.folder) / "serve.key")
     receiver = Receiver(transport)
     await transport.start(receiver.on_message, receiver.on_request)
     print(transport.addresses()[0], flush=True)
@@ -97,9 +100,18 @@ def wire_bytes(process_id: int) -> int:
                for m in [re.search(r"bytes_sent:(\d+)", line)] if m)  # fmt: skip
 
 
+def own_address_towards(address: str) -> str:
+    """That of this host on the way to `address`, with any free port."""
+    family, kind, _, _, target = socket.getaddrinfo(parse(address, "address").host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return f"/ip{'6' if family == socket.AF_INET6 else '4'}/{probe.getsockname()[0]}/tcp/0"
+
+
 async def send(options: argparse.Namespace) -> None:
     peer = options.address.rsplit("/p2p/", 1)[1]
-    net = NetSection(listen=options.listen, streams=options.streams, seeds=(options.address,))
+    listen = options.listen or own_address_towards(options.address)
+    net = NetSection(listen=listen, streams=options.streams, seeds=(options.address,))
     transport = Libp2pTransport(net, Path(options.folder) / "send.key")
     sender = Sender(transport, peer, options.chunk_bytes)
     await transport.start(sender.on_message, sender.on_request)
@@ -148,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("serve", "send", "pair"))
     parser.add_argument("address", nargs="?")
-    parser.add_argument("--listen", default="/ip4/127.0.0.1/tcp/0")
+    parser.add_argument("--listen", default="", help="default: loopback; for send: this host's address on the way to the other")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--chunk-bytes", type=int, default=131_072)
     parser.add_argument("--megabytes", type=float, default=64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ FIRST_WINDOW_BYTES = 14_600      # ten segments
 LEAST_RTT_SECONDS = 0.01         # on shorter ways a closed window costs nothing worth mentioning
 RATE_FACTOR = 4.0                # a window needs rate x round trip; what was measured so far may be too low
 PATIENCE_SECONDS = 10.0
+LOOK_SECONDS = 0.25              # how often a way is looked at whose round trip is not known, or that is not connected yet
 LINUX = Path("/proc/sys/net/ipv4")
 
 log = logging.getLogger("geomesh.filler")
@@ -38,11 +39,13 @@ log = logging.getLogger("geomesh.filler")
 
 @dataclass(frozen=True)
 class Wish:
-    """Bytes wanted of `peer`, from `at_seconds` after the plan's arrival on."""
+    """Bytes wanted of `peer`, from `at_seconds` after the plan's arrival on; if it cannot be asked then, as soon as it can be,
+    but not after `due_seconds`, when its own bytes come."""
 
     peer: PeerId
     at_seconds: float
     size: int
+    due_seconds: float
 
 
 def wishes(
@@ -61,7 +64,7 @@ def wishes(
             need, ready = payload_bytes * max(mine, len(share)) // of_all, plan.train_seconds
         size = min(need, MOST_BYTES, MOST_BYTES if rate is None else int(RATE_FACTOR * rate * rtt))
         if size > FIRST_WINDOW_BYTES:
-            found.append(Wish(member.peer, max(0.0, ready - lead_seconds(size, rtt)), size))
+            found.append(Wish(member.peer, max(0.0, ready - lead_seconds(size, rtt)), size, ready))
     return tuple(found)
 
 
@@ -93,17 +96,34 @@ class Filler:
         if not isinstance(event, obs.PlanAdopted):
             return
         self.stop()  # what an earlier plan wanted
-        links = self._transport.links
-        me, plan = self._transport.peer, event.plan
-        for wish in wishes(plan, me, self._payload_bytes, links.least_rtt_seconds, links.bytes_per_second):
-            task = asyncio.get_running_loop().create_task(self._ask(wish, plan.round))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._spawn(self._look(event.plan))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self, plan: Plan) -> None:
+        """Ask each member in time. Pairs that met just before the plan may know their round trip only a little later."""
+        clock, links, asked = asyncio.get_running_loop().time, self._transport.links, set[PeerId]()
+        begun, passed = clock(), 0.0
+        latest = max(plan.train_seconds, *(member.finish_seconds for member in plan.members))
+        while passed <= latest:
+            wait = LOOK_SECONDS
+            for wish in wishes(
+                plan, self._transport.peer, self._payload_bytes, links.least_rtt_seconds, links.bytes_per_second
+            ):
+                if wish.peer in asked or passed > max(wish.at_seconds, wish.due_seconds):
+                    continue
+                if passed < wish.at_seconds:
+                    wait = min(wait, wish.at_seconds - passed)
+                elif self._transport.bare_connection(wish.peer) is not None:
+                    asked.add(wish.peer)
+                    self._spawn(self._ask(wish, plan.round))
+            await asyncio.sleep(wait)
+            passed = clock() - begun
 
     async def _ask(self, wish: Wish, round: int) -> None:
-        await asyncio.sleep(wish.at_seconds)
-        if self._transport.bare_connection(wish.peer) is None:
-            return
         sizes = [min(PIECE_BYTES, wish.size - start) for start in range(0, wish.size, PIECE_BYTES)]
         questions = [
             self._transport.request(wish.peer, Fetch(FILLER, round, b"", place, size), PATIENCE_SECONDS)

@@ -12,7 +12,18 @@ import pytest
 from geomesh_p2p.core import observations as obs
 from geomesh_p2p.core.messages import Fetch, Fetched
 from geomesh_p2p.core.types import Assignment, Plan, Range, Term
-from geomesh_p2p.swarm.filler import FILLER, MOST_BYTES, PIECE_BYTES, Filler, Wish, lead_seconds, windows_close, wishes
+from geomesh_p2p.swarm.filler import (
+    FILLER,
+    LOOK_SECONDS,
+    MOST_BYTES,
+    PIECE_BYTES,
+    Filler,
+    Wish,
+    lead_seconds,
+    windows_close,
+    wishes,
+)
+from geomesh_p2p.swarm.virtual_time import run_virtual
 
 PAYLOAD = 1_000_000
 
@@ -28,7 +39,7 @@ def plan_of(shares: tuple[Range, ...] = (), round: int = 1) -> Plan:
 def test_each_distant_sender_is_asked_for_what_it_will_send_just_before_it_is_done() -> None:
     rtts = {"a": 0.0, "b": 0.1, "c": 0.002}
     (wish,) = wishes(plan_of(), "a", PAYLOAD, rtts.__getitem__, lambda peer: None)
-    assert wish == Wish("b", pytest.approx(9.0 - lead_seconds(PAYLOAD, 0.1)), PAYLOAD)  # c is near
+    assert wish == Wish("b", pytest.approx(9.0 - lead_seconds(PAYLOAD, 0.1)), PAYLOAD, 9.0)  # c is near
     assert 0.6 < lead_seconds(PAYLOAD, 0.1) < 0.9  # seven round trips from ten segments to a megabyte
 
 
@@ -123,3 +134,35 @@ async def test_a_plan_makes_it_ask_in_pieces_and_a_newer_plan_instead_of_the_old
         await asyncio.sleep(0)
     assert len(ways.asked) == 8
     filler.stop()
+
+
+def test_a_pair_that_met_just_before_the_plan_is_asked_as_soon_as_it_can_be() -> None:
+    """Neither its round trip nor a connection is known when the plan comes: without filler its first exchange starts cold."""
+
+    async def main() -> None:
+        ways: Any = Ways()
+        loop, rtts, at = asyncio.get_running_loop(), {"a": 0.0, "b": 0.0, "c": 0.1}, list[tuple[float, str]]()
+        ways.links.least_rtt_seconds, ways.connection = rtts.__getitem__, None
+        filler = Filler(ways, PIECE_BYTES, closes=True)
+        ask = ways.request
+
+        async def request(to: str, fetch: Fetch, timeout_seconds: float) -> Fetched:
+            at.append((loop.time(), to))
+            return await ask(to, fetch, timeout_seconds)  # type: ignore[no-any-return]
+
+        ways.request = request
+        filler(obs.PlanAdopted(plan_of()))  # b is done after 9 s, c after 8
+        await asyncio.sleep(8.5)
+        assert at == []
+        rtts["b"], ways.connection = 0.1, object()
+        await asyncio.sleep(60.0)
+        assert [to for _, to in at] == ["b"], "once, and what c sends is on its way by then"
+        assert 8.5 <= at[0][0] <= 8.5 + LOOK_SECONDS
+        filler(obs.PlanAdopted(plan_of(round=2)))
+        begun = loop.time()
+        await asyncio.sleep(60.0)
+        lead = lead_seconds(PIECE_BYTES, 0.1)
+        assert at[1:] == [(pytest.approx(begun + 8.0 - lead), "c"), (pytest.approx(begun + 9.0 - lead), "b")]
+        assert not filler._tasks
+
+    run_virtual(main())
