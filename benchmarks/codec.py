@@ -4,6 +4,8 @@
 
 encode_to_memcpy   fp32 bytes that encoding reads a second (8 a parameter: anchor and weights) / bytes that memcpy copies a
                    second, both on arrays far beyond the cache; at least 0.35
+answer_rate        parameters of a share a second that a reducer of four makes again and packs after the last byte: its mean is
+                   decoded twice, so that it is never kept
 decode_rate        parameters times contributions that decoding and weighted accumulation handle a second; at least 1.2e9
 peak_extra_bytes   most memory beyond anchor, weights and momentum, in bytes a parameter, from encoding over receiving four
                    payloads to the outer step; at most 1.25 (gather; with _reduce: receiving a share, answering, all parts)
@@ -70,7 +72,7 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.thread_time() - begun
 
 
-def update_of(body: bytearray | np.ndarray) -> Update:
+def update_of(body: bytes | bytearray | np.ndarray) -> Update:
     contributors = tuple(
         Contribution(f"peer-{i}", f"site-{i}", 1, b"", tokens, (), b"", len(body) // PEERS) for i, tokens in enumerate(TOKENS)
     )
@@ -103,11 +105,12 @@ def peak_extra_bytes_reduce(layout: Layout, state: OuterState, weights: np.ndarr
     for received in payloads[1:]:
         for begin, end in slice_payload(layout, settings, shares[0].start, shares[0].stop):
             received[begin:end] = own[begin:end]
-    encoder = PartEncoder(layout, settings, shares[0].start, shares[0].stop)
-    encoder.feed(shares[0].stop, Mean(layout, settings, payloads, TOKENS).read)
+    encoder, mean = PartEncoder(layout, settings, shares[0].start, shares[0].stop), Mean(layout, settings, payloads, TOKENS)
+    encoder.feed(shares[0].stop, mean.read)
+    encoder.feed_again(shares[0].stop, mean.read)
     parts = [encoder.finish(), *(np.zeros(part_bytes(layout, settings, s.start, s.stop), np.uint8) for s in shares[1:])]
-    body = b"".join(part.tobytes() for part in parts if isinstance(part, np.ndarray))
-    update = replace(update_of(bytearray(body)), topology="reduce", shares=shares)
+    body = b"".join(part.data for part in parts if isinstance(part, np.ndarray))
+    update = replace(update_of(body), topology="reduce", shares=shares)
     apply_update(state, layout, settings, OuterSection(), update, body)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -144,16 +147,25 @@ def main() -> None:
             stop = min(start + CHUNK, count)
             mean.read(start, stop, scratch[: stop - start])
 
+    def run_answer() -> None:
+        encoder.done_again = 0  # the pass over the first quarter once more
+        encoder.feed_again(quarter, whole_mean.read)
+
     def run_apply() -> None:
         apply_update(state, layout, settings, outer, update_of(body), body)
 
     run_encode()
     for i in range(PEERS):
         body[i * size : (i + 1) * size] = payload
+    quarter = count // PEERS // 8 * 8
+    whole_mean = Mean(layout, settings, [body[i * size : (i + 1) * size] for i in range(PEERS)], TOKENS)
+    encoder = PartEncoder(layout, settings, 0, quarter)
+    encoder.feed(quarter, whole_mean.read)
     works: dict[str, Callable[[], Any]] = {
         "memcpy": lambda: np.copyto(state.momentum, anchor),
         "encode": run_encode,
         "decode": run_decode,
+        "answer": run_answer,
         "apply": run_apply,
         "hash": lambda: digest_bytes(payload),
     }
@@ -174,6 +186,7 @@ def main() -> None:
         "encode_to_memcpy": statistics.median(encode_ratio),
         "encode_to_memcpy_min": min(encode_ratio),
         "decode_rate": statistics.median([PEERS * count / taken for taken in times["decode"]]),
+        "answer_rate": statistics.median([quarter / taken for taken in times["answer"]]),
         "apply_to_memcpy": statistics.median(apply_ratio),
         "hash_bytes_per_second": statistics.median([size / taken for taken in times["hash"]]),
         "peak_extra_bytes": peak / count,

@@ -52,14 +52,14 @@ snapshot_every_rounds = 1000
 
 def limit_seconds(plan: Mapping[str, Any], parameters: int, rates: Mapping[tuple[str, str], float],
                   rtts: Mapping[tuple[str, str], float]) -> float:  # fmt: skip
-    """bytes / rate + round trip of each hop's worst pair; one bit a parameter. Rates in bytes/s by (from, to), site by site."""
+    """bytes / rate + round trip of each hop's worst pair; one bit a parameter, two of a reducer's answer. Rates in bytes/s by (from, to), site by site."""
     sites = [member["site"] for member in plan["members"]]
     pairs = [(a, b) for a in sites for b in sites if a != b]
     if plan["topology"] == "gather":
         return max(parameters / 8 / rates[pair] + rtts[pair] for pair in pairs)
     share = {site: (stop - start) / 8 for site, (start, stop) in zip(sites, map(_ends, plan["shares"]), strict=True)}
     inward = max(share[b] / rates[a, b] + rtts[a, b] for a, b in pairs if share[b])
-    return inward + max(share[a] / rates[a, b] + rtts[a, b] for a, b in pairs if share[a])
+    return inward + max(2 * share[a] / rates[a, b] + rtts[a, b] for a, b in pairs if share[a])
 
 
 def _ends(share: Any) -> tuple[int, int]:

@@ -134,8 +134,8 @@ class CodecSection(Section):
     """Carry what the bits lost into the next round, per peer."""
     residual_decay: Share = 1.0
     """Share of the residual that is carried on."""
-    second_phase_bits: Literal[1, 2, 4, 8] = 1
-    """Bits a parameter of a reducer's answer."""
+    second_phase_bits: Literal[1, 2, 4, 8] = 2
+    """Bits a parameter of a reducer's answer to signs; plain payloads are answered in kind."""
 
 
 class PlannerSection(Section):

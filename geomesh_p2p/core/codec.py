@@ -24,9 +24,7 @@ full-size delta or mean ever exists. Nothing here is a reduction but the magnitu
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geomesh_p2p.config import CodecSection
+from geomesh_p2p.core.encoding import HALF_STEP, ONE, Fill, NotFinite, Passes, encode_section
 from geomesh_p2p.core.layout import CHUNK, Layout, Piece, Tensor, layout_of
 from geomesh_p2p.core.section import MAX_MAGNITUDE, NUMBERS, Bytes, Section, Vector, part_of, part_width, payload_width, whole
 
@@ -42,24 +41,6 @@ __all__ = [
     "encode", "encode_part", "fault_in", "fault_in_part", "layout_of", "mean_of", "new_part_residual", "new_residual",
     "part_bytes", "part_width", "payload_bytes", "payload_width", "slice_payload",
 ]  # fmt: skip
-
-Fill = Callable[[int, int, Vector], Any]
-"""fill(start, stop, out): writes parameters [start, stop) of what is encoded to `out`."""
-
-_TOP = {4: 7, 8: 127}
-HALF_STEP = 0.624  # of four levels, in mean |x|
-ONE = np.float32(1)
-
-# Least value that counts as positive, by parity of the index: zero, or the smallest above zero.
-_LEAST = np.zeros(CHUNK + 1, np.float32)
-_LEAST[1::2] = np.nextafter(np.float32(0), ONE)
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """The delta of `tensor` has a NaN or an infinity, or is beyond MAX_MAGNITUDE or the format: the peer abstains."""
-
-    tensor: str
 
 
 def _table(width: int) -> Vector:
@@ -90,7 +71,7 @@ def encode(
 ) -> Bytes | NotFinite:
     """The payload of anchor - weights (+ residual), in `out` if given. The residual is read only: see `new_residual`.
     `round` decides the sign of zeros, nothing else."""
-    return _encode(whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out, round)
+    return encode_section(whole(layout, settings), settings.magnitude == "rms", _delta(anchor, weights, residual), out, round)
 
 
 def encode_part(
@@ -104,7 +85,7 @@ def encode_part(
 ) -> Bytes | NotFinite:
     """A reducer's answer for its share [start, stop): `mean` (and `residual`) have stop - start elements."""
     section = part_of(layout, settings, start, stop)
-    return _encode(section, settings.magnitude == "rms", _shifted(mean, start, residual), None, round)
+    return encode_section(section, settings.magnitude == "rms", _shifted(mean, start, residual), None, round)
 
 
 def new_residual(
@@ -151,147 +132,16 @@ def _shifted(mean: Vector, origin: int, residual: Vector | None) -> Fill:
     return fill
 
 
-def _encode(section: Section, rms: bool, fill: Fill, out: Bytes | None, round: int) -> Bytes | NotFinite:
-    data = np.empty(section.total_bytes, np.uint8) if out is None else section.checked(out)
-    if section.width > 8:
-        return _encode_numbers(section, fill, data)
-    scratch, body = np.empty(CHUNK, np.float32), data[section.head_bytes :]
-    if section.width == 1:
-        measure = _Measure(section, "square" if rms else "absolute", packed=body, round=round).run(fill, scratch)
-        return _sealed(section, np.sqrt(measure.mean) if rms else measure.mean, data)
-    if section.width == 2:
-        magnitudes = HALF_STEP * _Measure(section, "absolute").run(fill, scratch).mean
-    else:
-        measure = _Measure(section, "maximum").run(fill, scratch)
-        magnitudes = measure.sums / _TOP[section.width]
-    sealed = _sealed(section, magnitudes, data)
-    if not isinstance(sealed, NotFinite):
-        _pack_levels(section, fill, scratch, section.head(data), body, round)
-    return sealed
-
-
-def _sealed(section: Section, magnitudes: npt.NDArray[np.float64], data: Bytes) -> Bytes | NotFinite:
-    """`data` with its magnitudes, if all are fine."""
-    fine = magnitudes <= MAX_MAGNITUDE  # false for a NaN
-    if not fine.all():
-        magnitude = section.first_magnitude + int(np.argmin(fine))
-        first_magnitudes = section.layout.first_magnitudes
-        return NotFinite(section.layout.tensors[bisect_right(first_magnitudes, magnitude) - 1].name)
-    section.head(data)[:] = magnitudes
-    return data
-
-
-class PartEncoder:
-    """`encode_part` without the whole mean in memory, for 1-bit answers without a residual: fed chunk by chunk while the mean
-    is being made. The same bytes as encode_part, however it is fed: sums are always over the same chunks."""
+class PartEncoder(Passes):
+    """`encode_part` without the whole mean in memory, for answers of up to 8 bits without a residual: fed chunk by chunk while
+    the mean is being made, and with more than one bit (`twice`) fed the same mean again. The same bytes as encode_part."""
 
     def __init__(self, layout: Layout, settings: CodecSection, start: int, stop: int, round: int = 0) -> None:
-        self._section = part_of(layout, settings, start, stop)
-        if self._section.width != 1:
-            raise ValueError(f"answers of {self._section.width} bits a parameter take two passes over the mean")
-        self._rms = settings.magnitude == "rms"
-        self._data = np.empty(self._section.total_bytes, np.uint8)
-        packed = self._data[self._section.head_bytes :]
-        self._measure = _Measure(self._section, "square" if self._rms else "absolute", packed, round=round)
-        self._scratch = np.empty(CHUNK, np.float32)
-        self.done = start
-
-    def feed(self, ready: int, fill: Fill) -> None:
-        """Take the mean's whole chunks up to parameter `ready` (the last one ends with the share) from `fill`."""
-        while self.done < self._section.stop and (end := min(self.done + CHUNK, self._section.stop)) <= ready:
-            self._measure.step(self.done, end, fill, self._scratch)
-            self.done = end
-
-    def finish(self) -> Bytes | NotFinite:
-        """The part; raises ValueError if some of the mean is missing."""
-        if self.done < self._section.stop:
-            raise ValueError(f"the mean was fed up to {self.done} of {self._section.stop}")
-        return _sealed(self._section, np.sqrt(self._measure.mean) if self._rms else self._measure.mean, self._data)
-
-
-class _Measure:
-    """One pass over a section: the sum, by magnitude, of |x| or x*x (or the maximum of |x|), and the packed signs if asked."""
-
-    def __init__(
-        self,
-        section: Section,
-        of: str,
-        packed: Bytes | None = None,
-        round: int = 0,
-    ) -> None:
-        self.section, self.of, self.packed = section, of, packed
-        self.sums = np.zeros(section.magnitudes)
-        self.counts = np.zeros(section.magnitudes, np.int64)
-        self._signs = np.empty(CHUNK if packed is not None else 0, np.bool_)
-        self._least = _LEAST[round % 2 :]  # chunks begin at even indices
-
-    @property
-    def mean(self) -> npt.NDArray[np.float64]:
-        return self.sums / np.maximum(self.counts, 1)
-
-    def run(self, fill: Fill, scratch: Vector) -> _Measure:
-        for start, stop in self.section.chunks(CHUNK):
-            self.step(start, stop, fill, scratch)
-        return self
-
-    def step(self, start: int, stop: int, fill: Fill, scratch: Vector) -> None:
-        """One chunk."""
-        values = scratch[: stop - start]
-        with np.errstate(invalid="ignore", over="ignore"):
-            fill(start, stop, values)
-            if self.packed is not None:
-                begin, end = self.section.span(start, stop)
-                bits = np.greater_equal(values, self._least[: stop - start], out=self._signs[: stop - start])
-                self.packed[begin:end] = np.packbits(bits, bitorder="little")
-            (np.square if self.of == "square" else np.abs)(values, out=values)
-            self._add(start, stop, values)
-
-    def _add(self, start: int, stop: int, values: Vector) -> None:
-        origin = self.section.first_magnitude
-        for piece in self.section.layout.pieces(start, stop):
-            rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
-            at = slice(piece.magnitude - origin, piece.magnitude - origin + piece.rows)
-            if self.of == "maximum":
-                self.sums[at] = np.maximum(self.sums[at], rows.max(axis=1))
-            else:
-                self.sums[at] += rows.sum(axis=1)
-                self.counts[at] += rows.shape[1]
-
-
-def _pack_levels(section: Section, fill: Fill, scratch: Vector, steps: Vector, body: Bytes, round: int) -> None:
-    width, origin, least = section.width, section.first_magnitude, _LEAST[round % 2 :]
-    divisors = np.where(steps > 0, steps, np.float32(1))
-    for start, stop in section.chunks(CHUNK):
-        values = scratch[: stop - start]
-        fill(start, stop, values)
-        for piece in section.layout.pieces(start, stop):
-            rows = values[piece.start - start : piece.stop - start].reshape(piece.rows, -1)
-            rows /= divisors[piece.magnitude - origin : piece.magnitude - origin + piece.rows, None]
-        if width == 2:
-            positive = values >= least[: stop - start]
-            values[:] = np.where(np.abs(values) < 2, positive - np.float32(1), 3 * positive - np.float32(2))
-        else:
-            np.clip(np.rint(values, out=values), -_TOP[width], _TOP[width], out=values)
-        begin, end = section.span(start, stop)
-        levels = np.zeros((end - begin) * (8 // width), np.int8)
-        levels[: stop - start] = values
-        columns = (levels.view(np.uint8) & (2**width - 1)).reshape(end - begin, 8 // width)
-        body[begin:end] = np.bitwise_or.reduce(columns << (width * np.arange(8 // width, dtype=np.uint8)), axis=1)
-
-
-def _encode_numbers(section: Section, fill: Fill, data: Bytes) -> Bytes | NotFinite:
-    scratch, numbers = np.empty(CHUNK, np.float32), data.view(NUMBERS[section.width])
-    with np.errstate(invalid="ignore", over="ignore"):
-        for start, stop in section.chunks(CHUNK):
-            values = scratch[: stop - start]
-            fill(start, stop, values)
-            coded = numbers[start - section.start : stop - section.start]
-            coded[:] = values
-            fine = np.isfinite(coded) & (np.abs(values) <= MAX_MAGNITUDE)
-            if not fine.all():
-                at = start + int(np.argmin(fine))
-                return NotFinite(section.layout.tensors[next(section.layout.pieces(at, at + 1)).tensor].name)
-    return data
+        section = part_of(layout, settings, start, stop)
+        if section.width > 8:
+            raise ValueError(f"answers of {section.width} bits a parameter are plain numbers, which nothing is measured for")
+        self.twice = section.width > 1
+        super().__init__(section, settings.magnitude == "rms", np.empty(section.total_bytes, np.uint8), round)
 
 
 def _unsaid(section: Section, settings: CodecSection, fill: Fill, data: Any) -> Vector:
@@ -451,7 +301,9 @@ def slice_payload(layout: Layout, settings: CodecSection, start: int, stop: int)
 
 
 class Sizes(NamedTuple):
-    """How large what is said is, tensor by tensor: mean and maximum of |x|. With one bit: of the magnitudes of its rows."""
+    """How large what is said is, tensor by tensor: mean and maximum of |x|. With one bit or two the magnitudes of its rows say
+    it: nothing is decoded, and with two the mean is the one that the sender measured, as far as it is honest (at most 1.9
+    times that is said)."""
 
     means: list[float]
     maxima: list[float]
@@ -471,7 +323,7 @@ def part_sizes(layout: Layout, settings: CodecSection, part: Any, start: int, st
 def _sizes(section: Section, data: Any, start: int, stop: int) -> Sizes:
     if start >= stop:
         return Sizes([], [])
-    if section.width == 1:
+    if section.width <= 2:
         return _sizes_of_rows(section, data, start, stop)
     decoder, scratch = _Decoder(section, data), np.empty(CHUNK, np.float32)
     sums, counts, maxima = dict[int, float](), dict[int, int](), dict[int, float]()
@@ -494,7 +346,8 @@ def _sizes_of_rows(section: Section, data: Any, start: int, stop: int) -> Sizes:
     head = section.head(section.checked(data))[first - section.first_magnitude : last - section.first_magnitude]
     edges = [first, *(edge for edge in layout.first_magnitudes if first < edge < last), last]
     rows = [head[low - first : high - first] for low, high in pairwise(edges)]
-    return Sizes([float(some.mean(dtype=np.float64)) for some in rows], [float(some.max()) for some in rows])
+    mean, largest = (1 / HALF_STEP, 3.0) if section.width == 2 else (1.0, 1.0)  # in magnitudes
+    return Sizes([mean * float(some.mean(dtype=np.float64)) for some in rows], [largest * float(some.max()) for some in rows])
 
 
 def fault_in(layout: Layout, settings: CodecSection, payload: Any) -> str:

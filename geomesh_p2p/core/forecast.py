@@ -190,7 +190,8 @@ def commit_seconds(links: LinkTable, leader: int | None) -> float:
 def codec_seconds(volume: Volume, topology: Topology, size: int) -> tuple[float, float]:
     """(before the first byte is sent, after the last one has arrived), of one of `size` members."""
     encode, decode = volume.parameters / ENCODE_PER_SECOND, volume.parameters / DECODE_PER_SECOND
-    # Averaging a share goes on while its bytes arrive; what is left after the last one is encoding and decoding it.
+    # Averaging a share goes on while its bytes arrive. What is left after the last one is to make its mean again and pack it
+    # (answers of one bit are packed by then), and to fold all answers.
     return encode, size * decode if topology == "gather" else encode + 2 * decode
 
 

@@ -427,7 +427,7 @@ class Exchange:
         await self._until(lambda: all(self._reception.is_done(key) for key in others))  # none was refused by rule
         await self._compare(contributors, payloads, streams.share)
         await self._until(lambda: not self._rejected)
-        part, digest = await self._offload(share.encode(self._part_residual))
+        part, digest = await share.encode(self._part_residual, self._offload)
         self._answer(streams, contributors, part, digest)
         for key in others:
             del self._stored[key]

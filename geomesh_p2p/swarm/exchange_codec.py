@@ -41,14 +41,18 @@ class ExchangeCodec:
         return _finite(codec.encode_part(self.layout, self.settings, mean, share.start, share.stop, residual, round))
 
     def part_encoder(self, share: Range, round: int) -> codec.PartEncoder | None:
-        """None if a part of these settings takes the whole mean."""
-        if self.settings.residual or codec.part_width(self.settings) != 1:
+        """None if a part of these settings takes the whole mean: with a residual, or of plain numbers."""
+        if self.settings.residual or codec.part_width(self.settings) > 8:
             return None
         return codec.PartEncoder(self.layout, self.settings, share.start, share.stop, round)
 
     def feed(self, encoder: codec.PartEncoder, payloads: Sequence[Bytes], tokens: Sequence[int], ready: int) -> None:
         """Encode the mean of what has come up to parameter `ready`."""
         encoder.feed(ready, codec.Mean(self.layout, self.settings, payloads, tokens).read)
+
+    def feed_again(self, encoder: codec.PartEncoder, payloads: Sequence[Bytes], tokens: Sequence[int], ready: int) -> None:
+        """Once the whole mean was fed and only where `encoder.twice`: the same mean again, up to parameter `ready`."""
+        encoder.feed_again(ready, codec.Mean(self.layout, self.settings, payloads, tokens).read)
 
     def finish(self, encoder: codec.PartEncoder) -> Bytes:
         return _finite(encoder.finish())

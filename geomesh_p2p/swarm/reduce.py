@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -86,9 +86,10 @@ class Reduce:
 
 
 class ShareMean:
-    """The mean of one share, computed and encoded block by block behind the bytes of the slowest contributor.
+    """The mean of one share, computed block by block behind the bytes of the slowest contributor, and its encoding.
 
-    `mean` is kept whole only where the encoding needs it: with residuals, or more than one bit a parameter."""
+    `mean` is kept whole only where the encoding needs it: with residuals, or for plain numbers. Else signs are packed on the
+    way; levels of more bits depend on the whole share's magnitudes, so for them the mean is made again when all has come."""
 
     def __init__(
         self, codec: ExchangeCodec, share: Range, payloads: Sequence[Bytes], tokens: Sequence[int], round: int
@@ -129,15 +130,18 @@ class ShareMean:
         here = incoming.coverage.prefix - (incoming.ranges.total - tail)
         return max(0, here * size // tail // 8 * 8)
 
-    def encode(self, residual: Vector | None) -> Callable[[], tuple[Bytes, bytes]]:
-        """A job that encodes the mean; gives the part and its hash."""
+    async def encode(self, residual: Vector | None, offload: Offload) -> tuple[Bytes, bytes]:
+        """The part and its hash, once `run` has returned."""
+        if self._encoder is not None and self._encoder.twice:
+            for done in range(self._share.start, self._share.stop, AVERAGE_PARAMETERS):
+                ready = min(done + AVERAGE_PARAMETERS, self._share.stop)
+                await offload(partial(self._codec.feed_again, self._encoder, self._payloads, self._tokens, ready))
+        return await offload(partial(self._finish, residual))
 
-        def job() -> tuple[Bytes, bytes]:
-            if self._encoder is not None:
-                part = self._codec.finish(self._encoder)
-            else:
-                assert self.mean is not None
-                part = self._codec.encode_part(self.mean, self._share, residual, self._round)
-            return part, digest_bytes(part)
-
-        return job
+    def _finish(self, residual: Vector | None) -> tuple[Bytes, bytes]:
+        if self._encoder is not None:
+            part = self._codec.finish(self._encoder)
+        else:
+            assert self.mean is not None
+            part = self._codec.encode_part(self.mean, self._share, residual, self._round)
+        return part, digest_bytes(part)

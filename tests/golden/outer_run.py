@@ -30,6 +30,7 @@ SETTINGS = {
     "gather": (CodecSection(), OuterSection()),
     "gather-rms-plain-momentum": (CodecSection(magnitude="rms"), OuterSection(learning_rate=1.0, nesterov=False)),
     "reduce-1-bit": (CodecSection(second_phase_bits=1), OuterSection()),
+    "reduce-2-bit": (CodecSection(second_phase_bits=2), OuterSection()),
     "reduce-8-bit": (CodecSection(second_phase_bits=8), OuterSection()),
 }
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from geomesh_p2p.config import CodecSection
+from geomesh_p2p.core import codec, encoding
 from geomesh_p2p.core.codec import decode_part, encode_part, mean_of
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.messages import Chunk
 from geomesh_p2p.core.types import Range
+from geomesh_p2p.swarm import reduce
 from geomesh_p2p.swarm.exchange import Exchange, ExchangeLimits, in_thread
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.virtual_time import run_virtual
@@ -123,6 +125,32 @@ def test_every_codec(topology: str, payload: str) -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_parts_are_made_in_blocks_without_the_whole_mean(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "AVERAGE_PARAMETERS", 1024)
+    monkeypatch.setattr(encoding, "CHUNK", 512)
+    settings, again, read = CodecSection(second_phase_bits=bits), list[int](), codec.PartEncoder.feed_again  # type: ignore[arg-type]
+
+    def feed_again(encoder: codec.PartEncoder, ready: int, fill: codec.Fill) -> None:
+        before = encoder.done_again
+        read(encoder, ready, fill)
+        again.append(encoder.done_again - before)
+
+    monkeypatch.setattr(codec.PartEncoder, "feed_again", feed_again)
+
+    async def main() -> None:
+        async with Mesh(plan_for(3, "reduce"), Network(), settings) as mesh:
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert [heard.all_assembled[0].mean for heard in mesh.heard] == [None] * 3
+        assert sum(again) == (LAYOUT.parameters if bits > 1 else 0)
+        assert max(again, default=0) <= 1024 + 512
+
+    run_virtual(main())
+
+
 def test_the_parts_of_a_reduce_decode_to_about_the_mean_of_a_gather() -> None:
     async def main() -> None:
         settings = CodecSection(second_phase_bits=8)
@@ -156,7 +184,7 @@ def test_bytes_sent(count: int) -> None:
     sent, payload = run_virtual(main("gather"))
     assert sent == [(count - 1) * payload] * count
     sent, payload = run_virtual(main("reduce"))
-    assert sent == pytest.approx([2 * (count - 1) / count * payload] * count, rel=0.01)
+    assert sent == pytest.approx([(1 + 2) * (count - 1) / count * payload] * count, rel=0.01)  # one bit out, two back
 
 
 def test_a_reducer_adds_its_residual_and_hands_back_what_the_next_one_follows_from() -> None:

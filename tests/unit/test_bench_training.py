@@ -94,7 +94,8 @@ def test_steps_done_before_the_update_are_trained_before_it(tmp_path: Path) -> N
         sites=[place("far", 0.2), place("near", 0.1)], reference_round_sequences=64,
         links={"pairs": [{"between": ["far", "near"], "mbps": 2, "rtt_ms": 100}]},
     )  # fmt: skip
-    plain, delayed = (job(name, tmp_path, where, 4 * BUDGET) for name in ("geomesh", "geomesh-delayed"))
+    methods = [replace(METHODS["geomesh"], longest=None), METHODS["geomesh-delayed"]]  # rounds of the same length
+    plain, delayed = jobs(run_config(tmp_path), where, methods, [1], 4 * BUDGET)
     assert sum(part.ahead_steps for one in delayed.stages() for part in one.parts) > 0  # type: ignore[attr-defined]
     outcomes = [one.play(tmp_path / "store") for one in (plain, delayed)]
     assert outcomes[0].curve.tokens[-1] == outcomes[1].curve.tokens[-1]
@@ -124,7 +125,7 @@ def test_what_a_reducer_leaves_unsaid_it_says_later(tmp_path: Path, monkeypatch:
         whole = sum(mean[share.start] for mean in means if share.start in mean)
         heard = sum(part[share.start] for part in said if share.start in part)
         np.testing.assert_allclose(whole, heard + unsaid, atol=1e-5)
-        assert np.abs(whole - heard).max() > 1e-3
+        assert np.abs(whole - heard).max() > 1e-4
 
 
 @pytest.mark.parametrize(

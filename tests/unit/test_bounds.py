@@ -292,7 +292,7 @@ def test_a_share_is_judged_by_what_lies_in_it() -> None:
     assert len(means(320, 648)) == 2
     assert means(8, 8) == []
     part = codec.encode_part(LAYOUT, settings, np.full(4000, 0.5, np.float32), 640, 4640)
-    assert codec.part_sizes(LAYOUT, settings, part, 640, 4640).means == [0.5]
+    assert codec.part_sizes(LAYOUT, settings, part, 640, 4640).means == pytest.approx([0.5])
     assert bounds.part_fault([0.5], [0.8]) == ""
     assert "times this peer's own" in bounds.part_fault([0.5], [1e-5])
     assert bounds.part_fault([0.5], [0.0]) == ""

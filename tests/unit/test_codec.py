@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geomesh_p2p.config import CodecSection
-from geomesh_p2p.core import codec
+from geomesh_p2p.core import codec, encoding
 from geomesh_p2p.core.codec import Layout, NotFinite, Tensor
 
 SIGN = CodecSection()
@@ -266,11 +267,13 @@ def test_zeros_of_either_sign_alternate_by_index_and_round(layout: Layout, seed:
     payload = codec.encode(layout, delta, np.zeros_like(delta), section, round=round)
     at = np.arange(layout.parameters)
     assert np.array_equal(bits_of(layout, payload), (delta > 0) | ((delta == 0) & ((at + round) % 2 == 0)))
-    part = codec.encode_part(layout, CodecSection(), delta, 0, layout.parameters, round=round)
-    assert np.array_equal(bits_of(layout, part), bits_of(layout, payload))
-    encoder = codec.PartEncoder(layout, CodecSection(), 0, layout.parameters, round)
-    encoder.feed(layout.parameters, lambda begin, end, out: np.copyto(out, delta[begin:end]))
-    assert np.array_equal(encoder.finish(), part)
+    for bits in (1, 2):
+        section = CodecSection(second_phase_bits=bits)  # type: ignore[arg-type]
+        part = codec.encode_part(layout, section, delta, 0, layout.parameters, round=round)
+        said = codec.decode_part(layout, section, part, 0, layout.parameters, np.empty_like(delta))
+        moves = said != 0  # not a tensor or row of zeros alone
+        assert np.array_equal(said[moves] > 0, bits_of(layout, payload)[moves])
+        assert np.array_equal(fed(layout, section, delta, 0, layout.parameters, round=round), part)
 
 
 # ---------------------------------------------------------------- a reducer's answer
@@ -427,26 +430,81 @@ def test_large_tensors_cross_many_chunks(seed: int) -> None:
         assert np.array_equal(bits_of(layout, payload), delta >= 0)
 
 
-@given(st.lists(st.integers(0, 3 * codec.CHUNK), max_size=6), st.sampled_from(["l1", "rms"]))
-def test_a_part_fed_bit_by_bit_is_the_part_of_the_whole_mean(stops: list[int], magnitude: str) -> None:
-    layout = Layout((Tensor("rows", 64 * 1024, 64), Tensor("rest", 70_000, 1)))
-    section = CodecSection(magnitude=magnitude)  # type: ignore[arg-type]
-    start, stop = 4096, layout.parameters
-    mean = np.random.default_rng(1).normal(0, 1e-3, stop - start).astype(np.float32)
+def fed(
+    layout: Layout, section: CodecSection, mean: np.ndarray, start: int, stop: int, round: int = 0, stops: Sequence[int] = ()
+) -> np.ndarray | NotFinite:
+    """The part of a PartEncoder that gets `mean` up to each of `stops` (parameters of the share), then all; if asked, again."""
 
     def fill(begin: int, end: int, out: np.ndarray) -> None:
         out[:] = mean[begin - start : end - start]
 
-    encoder = codec.PartEncoder(layout, section, start, stop)
-    for ready in sorted(stops):
-        encoder.feed(min(start + ready // 8 * 8, stop), fill)
-    encoder.feed(stop, fill)
-    np.testing.assert_array_equal(encoder.finish(), codec.encode_part(layout, section, mean, start, stop))
+    encoder = codec.PartEncoder(layout, section, start, stop, round)
+    for feed in (encoder.feed, encoder.feed_again) if encoder.twice else (encoder.feed,):
+        for ready in sorted(stops):
+            feed(min(start + ready // 8 * 8, stop), fill)
+        feed(stop, fill)
+    return encoder.finish()
 
 
-def test_a_part_that_was_not_fed_whole_is_no_part() -> None:
-    layout = Layout((Tensor("w", 3 * codec.CHUNK, 1),))
-    encoder = codec.PartEncoder(layout, CodecSection(), 0, layout.parameters)
-    encoder.feed(2 * codec.CHUNK, lambda begin, end, out: out.fill(1.0))
-    with pytest.raises(ValueError, match="fed up to"):
-        encoder.finish()
+BITS = st.sampled_from([1, 2, 4, 8])
+
+
+@given(st.lists(st.integers(0, 3 * codec.CHUNK), max_size=6), st.sampled_from(["l1", "rms"]), BITS, st.integers(0, 1))
+def test_a_part_fed_bit_by_bit_is_the_part_of_the_whole_mean(stops: list[int], magnitude: str, bits: int, round: int) -> None:
+    layout = Layout((Tensor("rows", 64 * 1024, 64), Tensor("rest", 70_000, 1)))
+    section = CodecSection(magnitude=magnitude, second_phase_bits=bits)  # type: ignore[arg-type]
+    start, stop = 4096, layout.parameters
+    mean = np.random.default_rng(1).normal(0, 1e-3, stop - start).astype(np.float32)
+    mean[::5] = 0
+    part = codec.encode_part(layout, section, mean, start, stop, round=round)
+    np.testing.assert_array_equal(fed(layout, section, mean, start, stop, round, stops), part)
+
+
+@given(layouts, seeds, BITS, st.sampled_from(["tensor", "row"]), st.integers(0, 1), st.data())
+def test_any_share_fed_bit_by_bit_is_its_part(
+    layout: Layout, seed: int, bits: int, granularity: str, round: int, data: st.DataObject
+) -> None:
+    """Shares that cut tensors and rows, ties, tensors of zeros, numbers that are not finite."""
+    section = CodecSection(second_phase_bits=bits, granularity=granularity)  # type: ignore[arg-type]
+    start = 8 * data.draw(st.integers(0, (layout.parameters - 1) // 8))
+    stop = data.draw(st.sampled_from([layout.parameters, min(layout.parameters, start + 40)]))
+    mean = normal(stop - start, seed)
+    mean[:: data.draw(st.integers(1, 4))] = 0.0
+    if data.draw(st.booleans()):
+        mean[data.draw(st.integers(0, mean.size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e30]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "CHUNK", 16)
+        part = codec.encode_part(layout, section, mean, start, stop, round=round)
+        found = fed(layout, section, mean, start, stop, round, data.draw(st.lists(st.integers(0, 200), max_size=6)))
+    assert isinstance(part, NotFinite) == (not np.abs(mean).max() < 1e30)
+    if isinstance(part, NotFinite):
+        assert found == part
+    else:
+        np.testing.assert_array_equal(found, part)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_a_part_that_was_not_fed_whole_is_no_part(bits: int) -> None:
+    layout, section = Layout((Tensor("w", 3 * codec.CHUNK, 1),)), CodecSection(second_phase_bits=bits)  # type: ignore[arg-type]
+
+    def ones(begin: int, end: int, out: np.ndarray) -> None:
+        out.fill(1.0)
+
+    encoder = codec.PartEncoder(layout, section, 0, layout.parameters)
+    encoder.feed(2 * codec.CHUNK, ones)
+    for early in (encoder.finish, lambda: encoder.feed_again(layout.parameters, ones)):
+        with pytest.raises(ValueError, match="was fed up to"):
+            early()
+    encoder.feed(layout.parameters, ones)
+    assert encoder.twice == (bits > 1)
+    if encoder.twice:
+        encoder.feed_again(2 * codec.CHUNK, ones)
+        with pytest.raises(ValueError, match="was fed again up to"):
+            encoder.finish()
+        encoder.feed_again(layout.parameters, ones)
+    assert isinstance(encoder.finish(), np.ndarray)
+
+
+def test_plain_numbers_are_not_fed() -> None:
+    with pytest.raises(ValueError, match="16 bits"):
+        codec.PartEncoder(Layout((Tensor("w", 8),)), CodecSection(payload="fp16"), 0, 8)

@@ -74,8 +74,6 @@ NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.
 LION_RATE = 0.25
 LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
-# Contributions have one bit, a reducer's answer two: a second sign costs 5% of perplexity (LOG.md).
-SIGNS: Fields = {"second_phase_bits": 2}
 # Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them.
 LONGEST = 2.125
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
@@ -84,7 +82,7 @@ PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 def _methods() -> tuple[Method, ...]:
     diloco = {"codec": FP32, "planner": REDUCE}
     int8 = {**diloco, "codec": {"payload": "int8"}}
-    planned = {"codec": SIGNS, "planner": PLANNED, "outer": OUTER_SIGNS}
+    planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
     delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed"}}
     fp32 = {"codec": FP32, "planner": PLANNED}
     return (
