@@ -37,13 +37,13 @@ def positions(peer: VirtualPeer, last_round: int = 2**60) -> list[Range]:
     return sorted(r if isinstance(r, Range) else Range(*r) for n in commits for c in n["contributors"] for r in c["ranges"])
 
 
-@pytest.mark.parametrize("topology", ["gather", "reduce"])
-def test_who_waits_for_an_update_trains_on(tmp_path: Path, topology: str) -> None:
+@pytest.mark.parametrize(("topology", "rate"), [("gather", 4000.0), ("reduce", 6000.0)])  # a reduce of two bits sends 1.5 times
+def test_who_waits_for_an_update_trains_on(tmp_path: Path, topology: str, rate: float) -> None:
     """Over the same slow links: hardly any idle time is left, rounds are shorter, and all have the same model."""
     found, length = {}, {}
 
     async def rounds_of(overlap: str) -> None:
-        network = Network(0, **SLOW)
+        network = Network(0, **{**SLOW, "bytes_per_second": rate})
         run = overlapped(overlap, topology=topology)
         async with VirtualMesh(tmp_path / overlap, "abc", network=network, run=run) as mesh:
             mesh.start()
