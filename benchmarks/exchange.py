@@ -113,7 +113,10 @@ def main() -> None:
         payload = encode(layout, np.zeros_like(weights), weights, codec.settings)
         assert isinstance(payload, np.ndarray)
         payloads.append(payload)
-    volume = codec.payload_bytes + codec.part_bytes(Range(0, layout.parameters))
+    volumes = {
+        "gather": options.members * codec.payload_bytes,
+        "reduce": codec.payload_bytes + codec.part_bytes(Range(0, layout.parameters)),
+    }
     report: dict[str, object] = {
         "parameters": layout.parameters,
         "members": options.members,
@@ -136,9 +139,7 @@ def main() -> None:
                 "cpu_seconds_all_members": round(cpu, 4),
                 "wall_seconds": round(statistics.median(result[1] for result in results), 4),
                 "payload_bytes_sent_all_members": sent,
-                "sent_over_formula": round(
-                    sent / (options.members - 1) / (volume if topology == "reduce" else options.members * codec.payload_bytes), 5
-                ),
+                "sent_over_formula": round(sent / (options.members - 1) / volumes[topology], 5),
                 "cpu_ratio_to_memcpy": round(cpu / statistics.median(copies), 1),
             }
     print(json.dumps(report, indent=2))

@@ -52,7 +52,9 @@ snapshot_every_rounds = 1000
 
 def limit_seconds(plan: Mapping[str, Any], parameters: int, rates: Mapping[tuple[str, str], float],
                   rtts: Mapping[tuple[str, str], float]) -> float:  # fmt: skip
-    """bytes / rate + round trip of each hop's worst pair; one bit a parameter, two of a reducer's answer. Rates in bytes/s by (from, to), site by site."""
+    """bytes / rate + round trip of each hop's worst pair; one bit a parameter, two of an answer.
+
+    Rates in bytes/s by (from, to), site by site."""
     sites = [member["site"] for member in plan["members"]]
     pairs = [(a, b) for a in sites for b in sites if a != b]
     if plan["topology"] == "gather":

@@ -1,6 +1,6 @@
 """THE ALGORITHM of one peer, from top to bottom.
 
-A run is a log of updates, made of signs, and the model is the fold of that log. The mesh hands this loop its work in the order of
+A run is a log of updates made of signs; the model is the fold of that log. The mesh hands this loop its work in the order of
 the log: train for a plan, or fold a committed update. A round that is discarded needs no work: every round begins from
 the anchor. Who leads, who is lost, what is committed and what is sent again is decided elsewhere; here is only what
 happens to the weights.
