@@ -38,6 +38,9 @@ __all__ = [
 
 MAX_GAPS = 64
 """Gaps asked for in one message."""
+UNMEASURED_CHUNK_BYTES = 16_384
+"""Of a chunk at most, where the rate is not known and the exchange thought to be short.
+A few large ones at once on a slow way would look like silence."""
 
 
 class Exchange:
@@ -69,7 +72,11 @@ class Exchange:
         self._offload = offload
         self._streams: Gather | Reduce = (Reduce if plan.topology == "reduce" else Gather)(me, plan, codec)
         others = sorted((peer for peer in plan.peers if peer != me), key=lambda peer: limits.rates.get(peer, float("inf")))
-        self._lanes = {peer: Lane(peer, self._digest, transport, limits.chunk_bytes) for peer in others}
+        is_short = limits.deadline_factor * plan.exchange_seconds <= limits.deadline_seconds
+        small = min(limits.chunk_bytes, UNMEASURED_CHUNK_BYTES if is_short else limits.chunk_bytes)
+        self._lanes = {
+            peer: Lane(peer, self._digest, transport, limits.chunk_bytes if peer in limits.rates else small) for peer in others
+        }
         self._finished: dict[PeerId, Contribution] = {}
         self._headers: dict[int, PartHeader] = {}
         self._reception = Reception(plan, codec, self._streams, limits.acknowledge_chunks * limits.chunk_bytes)

@@ -11,6 +11,7 @@ import pytest
 
 from geomesh_p2p.config import CodecSection
 from geomesh_p2p.core.canonical import digest_bytes
+from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkWanted, PartHeader
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.swarm.chunks import StreamKey
@@ -179,6 +180,29 @@ def test_a_reducer_that_waits_for_another_member_is_not_blamed() -> None:
             await asyncio.sleep(60.0)
             assert [mesh.heard[index].lost_peers for index in mesh.survivors] == [{"peer-3"}] * 3
             assert not any(mesh.heard[index].all_assembled for index in mesh.survivors)
+
+    run_virtual(main())
+
+
+def test_chunks_are_small_where_the_rate_is_not_known() -> None:
+    """Four of 128 KiB at once take 8 s at 0.5 Mbit/s: no byte would count before, and the sender would be lost after 5 s."""
+
+    async def main() -> None:
+        limits = ExchangeLimits(chunk_bytes=131_072, rates={"peer-1": 1e6})
+        layout = Layout((Tensor("w", 300_000, 1),))
+        async with Mesh(plan_for(3, "gather"), Network(), CodecSection(payload="fp32"), layout, limits) as mesh:
+            sizes: dict[str, set[int]] = {"peer-1": set(), "peer-2": set()}
+            send_bulk = mesh.transports[0].send_bulk
+
+            async def noting(to: str, chunk: Chunk) -> None:
+                sizes[to].add(len(chunk.data))
+                await send_bulk(to, chunk)
+
+            mesh.transports[0].send_bulk = noting  # type: ignore[method-assign]
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert {to: max(each) for to, each in sizes.items()} == {"peer-1": 131_072, "peer-2": 16_384}
 
     run_virtual(main())
 
