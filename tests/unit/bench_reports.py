@@ -45,4 +45,4 @@ def report(
     where = where or setting()
     about = {"run_id": "bench", "parameters": 1000, "budget_tokens": BUDGET, "reference_round_tokens": 16 * SEQUENCE_LENGTH,
              "rate_scale": 0.5, "stands_for_parameters": 2000.0}  # fmt: skip
-    return summary(where, seeds, target, outcomes(folder, ends_at, seeds, where), about)
+    return summary(where, seeds, dict.fromkeys(seeds, target), outcomes(folder, ends_at, seeds, where), about)

@@ -124,7 +124,7 @@ def test_its_rounds_are_shown_site_by_site(tmp_path: Path) -> None:
 
 
 def test_its_report_says_which_engine_it_was_and_stands_beside_virtual_time(tmp_path: Path) -> None:
-    found = summary(setting(), [1], 25.0, [came_to(tmp_path)], {"budget_tokens": BUDGET})
+    found = summary(setting(), [1], {1: 25.0}, [came_to(tmp_path)], {"budget_tokens": BUDGET})
     text = pages(found)
     assert "Real processes against virtual time" in text[MARKDOWN]
     assert "geomesh: real processes on one machine" in text[MARKDOWN]

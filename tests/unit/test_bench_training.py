@@ -182,9 +182,26 @@ def test_a_report_has_medians_and_spreads_and_says_what_was_not_reached(tmp_path
     queue = jobs(run_config(tmp_path), setting(), [METHODS["diloco"]], [1, 2, 3], BUDGET)
     outcomes: list[Outcome] = [one.play(tmp_path / "store") for one in queue]
     finals = sorted(one.figures["final_ppl"] for one in outcomes)  # type: ignore[type-var]
-    report = summary(setting(), [1, 2, 3], 1.0, outcomes, {})
+    report = summary(setting(), [1, 2, 3], dict.fromkeys([1, 2, 3], 1.0), outcomes, {})
     table = report["methods"]["diloco"]
     assert [table["final_ppl_min"], table["final_ppl"], table["final_ppl_max"]] == finals
     assert table["time_to_target_seconds"] is None
-    easy = summary(setting(), [1, 2, 3], 1e9, outcomes, {})["methods"]["diloco"]
+    easy = summary(setting(), [1, 2, 3], dict.fromkeys([1, 2, 3], 1e9), outcomes, {})["methods"]["diloco"]
     assert (easy["time_to_target_seconds"], easy["rounds_to_target"], easy["tokens_to_target"]) == (0, 0, 0)
+
+
+def test_each_seed_has_a_target_of_its_own(tmp_path: Path) -> None:
+    queue = jobs(run_config(tmp_path), setting(), [METHODS["diloco"]], [1, 2, 3], BUDGET)
+    outcomes = [one.play(tmp_path / "store") for one in queue]
+    last = {one.seed: one.curve.val_ppl[-1] for one in outcomes}
+    assert len(set(last.values())) == 3
+
+    def reached(targets: dict[int, float]) -> int:
+        report = summary(setting(), [1, 2, 3], targets, outcomes, {})
+        assert report["target_ppl_by_seed"] == list(targets.values())
+        return sum(one.curve.reached(targets[one.seed]) is not None for one in outcomes)
+
+    assert reached(last) == 3
+    hardest = min(last.values())
+    assert reached(dict.fromkeys(last, hardest)) < 3
+    assert summary(setting(), [1, 2, 3], last, outcomes, {})["methods"]["diloco"]["time_to_target_seconds"] is not None

@@ -126,15 +126,15 @@ def _curve(stages: Sequence[Stage], points: Sequence[Point]) -> Curve:
 
 
 def summary(
-    setting: Setting, seeds: Sequence[int], target_ppl: float, outcomes: Sequence[Outcome], about: Mapping[str, Any]
+    setting: Setting, seeds: Sequence[int], targets: Mapping[int, float], outcomes: Sequence[Outcome], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """report.json: of every figure the median over seeds, `_min` and `_max` beside it. `rounds`, `plan` and `gantt` are of
-    the first seed."""
+    the first seed. `targets` are perplexities by seed: each seed holds out other text, which may be easier or harder."""
     methods: dict[str, Any] = {}
     shown = detail.gantt_seconds({one.method: one.stages for one in reversed(outcomes)})
     for name in dict.fromkeys(one.method for one in outcomes):
         mine = [one for one in outcomes if one.method == name]
-        per_seed = [{**one.figures, **_to_target(one, target_ppl)} for one in mine]
+        per_seed = [{**one.figures, **_to_target(one, targets[one.seed])} for one in mine]
         known = METHODS.get(name.partition("[")[0])
         about_it = known.about if known else ""
         table: dict[str, Any] = {"engine": mine[0].engine, "about": about_it, "seeds": [one.seed for one in mine]}
@@ -153,7 +153,8 @@ def summary(
         **detail.setting_facts(setting),
         "fastest_site": fastest_site(setting),
         "seeds": list(seeds),
-        "target_ppl": target_ppl,
+        "target_ppl": median(targets.values()),
+        "target_ppl_by_seed": [targets[seed] for seed in seeds],
         "gantt_seconds": shown,
         **about,
         "methods": methods,
