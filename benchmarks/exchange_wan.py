@@ -22,6 +22,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from geomesh_p2p.jsonlines import read_lines
 from geomesh_p2p.lab.bench.settings import Setting, load_setting
 from geomesh_p2p.lab.mesh import run_mesh
 from geomesh_p2p.loading import load_run, load_sites
@@ -36,11 +37,6 @@ folder = "{folder}/runs"
 rounds = {rounds}
 min_peers = {members}
 [model]
-hidden_size = 16
-intermediate_size = 32
-layers = 1
-heads = 2
-kv_heads = 2
 sequence_length = {sequence}
 [planner]
 round_tokens = {round_tokens}
@@ -59,13 +55,9 @@ def limit_seconds(plan: Mapping[str, Any], parameters: int, rates: Mapping[tuple
     pairs = [(a, b) for a in sites for b in sites if a != b]
     if plan["topology"] == "gather":
         return max(parameters / 8 / rates[pair] + rtts[pair] for pair in pairs)
-    share = {site: (stop - start) / 8 for site, (start, stop) in zip(sites, map(_ends, plan["shares"]), strict=True)}
+    share = {site: (stop - start) / 8 for site, (start, stop) in zip(sites, plan["shares"], strict=True)}
     inward = max(share[b] / rates[a, b] + rtts[a, b] for a, b in pairs if share[b])
     return inward + max(2 * share[a] / rates[a, b] + rtts[a, b] for a, b in pairs if share[a])
-
-
-def _ends(share: Any) -> tuple[int, int]:
-    return (share["start"], share["stop"]) if isinstance(share, Mapping) else (share[0], share[1])
 
 
 def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
@@ -73,7 +65,7 @@ def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
     plans: dict[int, dict[str, Any]] = {}
     told: dict[int, dict[str, dict[str, Any]]] = {}
     for site in sites:
-        for line in (folder / site / "metrics.jsonl").read_text().splitlines():
+        for line in read_lines(folder / site / "metrics.jsonl"):
             event = json.loads(line)
             if event["kind"] == "plan":
                 plans[event["plan"]["round"]] = event["plan"]
@@ -83,9 +75,8 @@ def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
     for number, events in sorted(told.items()):
         if len(events) == len(sites) and all(len(event["members"]) == len(sites) for event in events.values()):
             seconds = {site: event["times"]["wan_idle"] + event["times"]["codec"] for site, event in events.items()}
-            leader = next(iter(events.values()))["leader"]
-            found.append({"round": number, "plan": plans[number], "attempt": next(iter(events.values()))["attempt"],
-                          "leader": leader, "seconds": seconds})  # fmt: skip
+            attempt = next(iter(events.values()))["attempt"]
+            found.append({"round": number, "plan": plans[number], "attempt": attempt, "seconds": seconds})
     return found
 
 

@@ -73,7 +73,7 @@ class Exchange:
         self._streams: Gather | Reduce = (Reduce if plan.topology == "reduce" else Gather)(me, plan, codec)
         others = sorted((peer for peer in plan.peers if peer != me), key=lambda peer: limits.rates.get(peer, float("inf")))
         is_short = limits.deadline_factor * plan.exchange_seconds <= limits.deadline_seconds
-        small = min(limits.chunk_bytes, UNMEASURED_CHUNK_BYTES if is_short else limits.chunk_bytes)
+        small = min(limits.chunk_bytes, UNMEASURED_CHUNK_BYTES) if is_short else limits.chunk_bytes
         self._lanes = {
             peer: Lane(peer, self._digest, transport, limits.chunk_bytes if peer in limits.rates else small) for peer in others
         }

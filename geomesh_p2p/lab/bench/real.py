@@ -178,7 +178,7 @@ class _Reported:
         return tuple(Part(site, 0, 0, end, last - end, exchange, 0.0, 0.0, 0.0) for site, end in sorted(done.items()))
 
 
-def _account(job: Job, report: Mapping[str, Any], scale: float) -> Account:
+def _account(virtual: Sequence[Stage], report: Mapping[str, Any], scale: float) -> Account:
     """In the setting's time, as the figures are."""
     rounds = tuple(
         {
@@ -201,7 +201,7 @@ def _account(job: Job, report: Mapping[str, Any], scale: float) -> Account:
         {key: _divided(value, scale) if key.endswith("_seconds") else value for key, value in peer.items()}
         for peer in report["peers"]
     )
-    return Account(report["digest"], rounds, peers, reasons_of(job.stages()))
+    return Account(report["digest"], rounds, peers, reasons_of(virtual))
 
 
 def _divided(seconds: float | None, scale: float) -> float | None:
@@ -233,8 +233,10 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float, again: Sequence[
         "emulation_time_scale": scale,
     }
     figures["round_seconds_steady"] = _steady_seconds(stages)
-    figures |= _beside("virtual", job, job.stages()) | (_beside("replayed", job, again) if again else {})
-    return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=_account(job, report, scale))
+    virtual = job.stages()
+    figures |= _beside("virtual", job, virtual) | (_beside("replayed", job, again) if again else {})
+    account = _account(virtual, report, scale)
+    return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=account)
 
 
 def _beside(what: str, job: Job, stages: Sequence[Stage]) -> dict[str, float | int | None]:

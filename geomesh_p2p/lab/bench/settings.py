@@ -36,6 +36,8 @@ class Place(Section):
     fixed_seconds: float = Field(ge=0)
     sequence_seconds: PositiveFloat
     max_batch: PositiveInt
+    egress_usd_per_gb: float | None = Field(default=None, ge=0)
+    """Of bytes that leave its region, if it differs from the setting's. A GB is 1e9 bytes."""
 
     def step_seconds(self, batch: int) -> float:
         return self.fixed_seconds + batch * self.sequence_seconds
@@ -44,8 +46,6 @@ class Place(Section):
     def best_rate(self) -> float:
         """Sequences a second at the largest batch."""
         return self.max_batch / self.step_seconds(self.max_batch)
-    egress_usd_per_gb: float | None = Field(default=None, ge=0)
-    """Of bytes that leave its region, if it differs from the setting's. A GB is 1e9 bytes."""
 
 
 class Pair(Section):

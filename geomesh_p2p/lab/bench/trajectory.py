@@ -130,7 +130,7 @@ class Workers:
 
     def _exchange(self, plan: Plan, contributions: Sequence[tuple[Contribution, Any]]) -> tuple[Update, bytes]:
         payloads, tokens = [payload for _, payload in contributions], [c.tokens for c, _ in contributions]
-        layout, settings, answers = self.first.layout, self.run.codec, list[tuple[str, Range, Vector, Any]]()
+        layout, settings = self.first.layout, self.run.codec
         if plan.topology == "gather":
             body = b"".join(bytes(payload) for payload in payloads)
         else:
@@ -145,16 +145,14 @@ class Workers:
                     if isinstance(part, codec.NotFinite):
                         raise DataError(f"round {plan.round}: {part.tensor} of the mean is not finite")
                     parts.append(bytes(part))
-                    answers.append((reducer, share, values, part))
+                    if residual is not None:  # here each answer is committed, so its own hash stands for the update's
+                        answer = digest_bytes(part)
+                        residual.answered(answer, share, values, part)
+                        residual.committed(answer)
             body = b"".join(parts)
-        body_digest = digest_bytes(np.frombuffer(body, np.uint8))
-        for reducer, share, values, part in answers:
-            if reducer in self.part_residuals:
-                self.part_residuals[reducer].answered(body_digest, share, values, part)
-                self.part_residuals[reducer].committed(body_digest)
         update = Update(
             plan.round, self.base, plan.topology, plan.shares, tuple(c for c, _ in contributions), plan.peers,
-            body_digest, len(body),
+            digest_bytes(np.frombuffer(body, np.uint8)), len(body),
         )  # fmt: skip
         return update, body
 
