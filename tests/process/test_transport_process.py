@@ -573,6 +573,8 @@ async def test_what_two_peers_get_together_is_within_the_senders_limit_and_heart
     office = await opened("office", upload_mbps=cap * 8 / 1e6)
     for other in others:
         await office.seeds.connect(other.addresses())
+    # Whoever is dialled learns of it a moment after the dialler.
+    await eventually(lambda: all(office.peer in other.traffic() for other in others))
     begun, stop_at = clock(), clock() + 4.0
 
     async def send(to: str) -> None:
