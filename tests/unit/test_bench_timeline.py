@@ -58,7 +58,7 @@ def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_pa
     sites = [place("far", 0.2), place("near", 0.1)]
     where = setting(sites=sites, reference_round_sequences=64, links=OVER_2_MBPS)
     both = ("geomesh", "geomesh-delayed")
-    plain, delayed = (play(name, where, tmp_path, 4 * BUDGET, longest=None) for name in both)
+    plain, delayed = (play(name, where, tmp_path, 4 * BUDGET, length=1.0, longest=None) for name in both)
     assert idle_shares(plain, "near").wan > 0.2
     assert idle_shares(delayed[:-1], "near").wan < 0.01, "but for the last round, which none follows"
     assert delayed[-1].ends < 0.8 * plain[-1].ends
@@ -71,7 +71,7 @@ def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_pa
     assert all(part.ahead_steps == 0 for part in delayed[-1].parts), "no round follows the last one"
     # Rounds so short that half of the steps do not last: the rest is idle time.
     short = setting(sites=sites, links={"pairs": [{"between": ["far", "near"], "mbps": 6, "rtt_ms": 100}]})
-    plain, delayed = (play(name, short, tmp_path, longest=None) for name in both)
+    plain, delayed = (play(name, short, tmp_path, length=1.0, longest=None) for name in both)
     middle = delayed[2:-1]
     assert all(one.ahead_steps(m.site) == m.ahead_steps == m.inner_steps // 2 for one in middle for m in one.plan.members)
     assert 0.02 < idle_shares(middle, "near").wan < 0.5 * idle_shares(plain[2:-1], "near").wan
@@ -80,7 +80,7 @@ def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_pa
 def test_what_was_done_ahead_is_dropped_with_another_batch_and_done_again(tmp_path: Path) -> None:
     """The parts add up all the same, and no position is lost."""
     where = setting(changes=[{"site": "near", "speed": 0.2, "begins_share": 0.3, "ends_share": 0.7}])
-    played = play("geomesh-delayed", where, tmp_path, 4 * BUDGET)
+    played = play("geomesh-delayed", where, tmp_path, 4 * BUDGET, length=1.0, longest=None)
     dropped = 0
     for before, one in pairwise(played):
         for member in before.plan.members:

@@ -94,7 +94,7 @@ def test_steps_done_before_the_update_are_trained_before_it(tmp_path: Path) -> N
         sites=[place("far", 0.2), place("near", 0.1)], reference_round_sequences=64,
         links={"pairs": [{"between": ["far", "near"], "mbps": 2, "rtt_ms": 100}]},
     )  # fmt: skip
-    methods = [replace(METHODS["geomesh"], longest=None), METHODS["geomesh-delayed"]]  # rounds of the same length
+    methods = [replace(METHODS[name], length=1.0, longest=None) for name in ("geomesh", "geomesh-delayed")]
     plain, delayed = jobs(run_config(tmp_path), where, methods, [1], 4 * BUDGET)
     assert sum(part.ahead_steps for one in delayed.stages() for part in one.parts) > 0  # type: ignore[attr-defined]
     outcomes = [one.play(tmp_path / "store") for one in (plain, delayed)]

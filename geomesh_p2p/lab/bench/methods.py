@@ -76,6 +76,9 @@ LION_RATE = 0.25
 LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
 # Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them.
 LONGEST = 2.25
+# Where sites train on meanwhile, short rounds cost no time, and each brings the weights together: they are as short as that
+# an exchange is covered but for 2% of them.
+DELAYED_LENGTH, DELAYED_SHARE = 0.5, 0.02
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 
 
@@ -83,7 +86,7 @@ def _methods() -> tuple[Method, ...]:
     diloco = {"codec": FP32, "planner": REDUCE}
     int8 = {**diloco, "codec": {"payload": "int8"}}
     planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
-    delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed"}}
+    delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed", "exchange_share": DELAYED_SHARE}}
     fp32 = {"codec": FP32, "planner": PLANNED}
     return (
         Method("ddp", "gradients averaged after every step, fp32", "gradients", {**diloco, "outer": NO_OUTER}),
@@ -97,7 +100,8 @@ def _methods() -> tuple[Method, ...]:
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
         Method("geomesh", "planned batch and steps, signs; a reducer answers with two bits", changes=planned, longest=LONGEST),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
-        Method("geomesh-delayed", "geomesh, the next round begun while an update is on its way", changes=delayed),
+        Method("geomesh-delayed", "geomesh in short rounds, the next one begun while an update is on its way", changes=delayed,
+               length=DELAYED_LENGTH, longest=LONGEST),
         Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
         Method("geomesh-lion", "geomesh, the inner steps by Lion", changes={**planned, "inner": LION}, longest=LONGEST,
                rate_share=LION_RATE),

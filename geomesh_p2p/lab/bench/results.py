@@ -140,6 +140,7 @@ def summary(
         table: dict[str, Any] = {"engine": mine[0].engine, "about": about_it, "seeds": [one.seed for one in mine]}
         for figure in per_seed[0]:
             table |= _spread(figure, [one[figure] for one in per_seed])
+        table["final_ppl_by_seed"] = [one.curve.val_ppl[-1] for one in mine]
         table["curves"] = [asdict(one.curve) for one in mine]
         table["rounds"] = list(mine[0].account.rounds)
         table["peers"] = detail.over_seeds([one.account.peers for one in mine])
