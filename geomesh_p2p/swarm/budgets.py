@@ -47,11 +47,12 @@ class Allowance:
     bytes_per_second: float
 
 
+# A stranger may be a member that is not known for one yet: control, as many bulk streams as net.streams allows (16), requests.
 STRANGER = Allowance(
-    streams=8, requests=4, held_bytes=256 * KIB, frames=24, frames_per_second=2, bytes=512 * KIB, bytes_per_second=16 * KIB
+    streams=24, requests=4, held_bytes=256 * KIB, frames=24, frames_per_second=2, bytes=512 * KIB, bytes_per_second=16 * KIB
 )
 ALL_STRANGERS = Allowance(
-    streams=128, requests=16, held_bytes=8 * MIB, frames=512, frames_per_second=64, bytes=8 * MIB,
+    streams=256, requests=16, held_bytes=8 * MIB, frames=512, frames_per_second=64, bytes=8 * MIB,
     bytes_per_second=MIB,
 )  # fmt: skip
 MEMBER = Allowance(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from geomesh_p2p import PROTOCOL_VERSION
+from geomesh_p2p.config import NetSection
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.types import GENESIS_ROUND
 from geomesh_p2p.swarm import wire
-from geomesh_p2p.swarm.budgets import LINES_AT_ONCE, MEMBER, REMEMBERED_STRANGERS, STRANGER, Budgets, OverBudget
+from geomesh_p2p.swarm.budgets import ALL_STRANGERS, LINES_AT_ONCE, MEMBER, REMEMBERED_STRANGERS, STRANGER, Budgets, OverBudget
 from geomesh_p2p.swarm.membership import MOST_MEMBERS, REMEMBERED, Admission, Membership, Self
 from geomesh_p2p.swarm.wire import KIB, MIB, FrameReader
 
@@ -98,6 +100,12 @@ def test_whoever_is_admitted_gets_a_members_budget_at_once() -> None:
     assert world.budgets.begin_frame("x", m.PlanOffer, 1000)
 
 
+def test_a_member_that_is_not_known_yet_may_open_every_stream_it_can_be_set_to() -> None:
+    with pytest.raises(ValidationError):
+        NetSection(streams=17)
+    assert NetSection(streams=16).streams + 1 + STRANGER.requests <= STRANGER.streams
+
+
 def test_streams_and_requests_are_counted_and_given_back() -> None:
     world = World("m")
     for peer, allowed in (("m", MEMBER), ("s", STRANGER)):
@@ -123,7 +131,7 @@ def test_ten_thousand_strangers_are_bounded_together_and_an_honest_newcomer_find
         world.budgets.open_stream(f"s{number}", lambda number=number: ended.append(number))
         if world.budgets.begin_frame(f"s{number}", m.Hello, 100):
             world.budgets.end_frame(f"s{number}", 100)
-    assert ended == list(range(10_000 - 128)), "the oldest streams of strangers give way, a member's never"
+    assert ended == list(range(10_000 - ALL_STRANGERS.streams)), "the oldest streams of strangers give way, a member's never"
     assert world.budgets.remembered <= REMEMBERED_STRANGERS + 1
     assert world.budgets.usage("m").streams == 1
     assert len(world.lines) <= LINES_AT_ONCE
