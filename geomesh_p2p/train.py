@@ -45,12 +45,13 @@ from geomesh_p2p.core.types import Assignment, Contribution, PeerId, Plan
 
 @dataclass
 class Ahead:
-    """What is trained of the round after `plan`, on the positions that `mine` reserves. `sent` are the weights that `plan`'s
-    contribution was made from, until its update is folded."""
+    """What is trained of the round after `plan`, on the positions that `mine` reserves. `began` are the weights from which, until
+    `plan`'s update is folded; `sent` those that `plan`'s contribution was made from, if a residual needs them."""
 
     plan: Plan
     mine: Assignment
-    sent: Vector | None
+    began: Vector | None
+    sent: Vector | None = None
     done: InnerResult | None = None
     stopped: bool = False                        # for want of data
 
@@ -156,7 +157,10 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
         else:
             payload, hashed = encoded, digest_bytes(encoded)
             if mine.ahead:
-                model.ahead = Ahead(plan, mine, np.array(weights))
+                sent = np.array(weights) if model.codec.residual else None
+                began = outer.expected_anchor(model.state, weights, result.tokens / plan.planned_tokens, model.outer)
+                model.engine.set_weights(began)
+                model.ahead = Ahead(plan, mine, began, sent)
     seconds = time.perf_counter() - begun
     contribution = Contribution(
         peer=model.peer,
@@ -180,7 +184,7 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
 
 def begins(begun: Ahead, plan: Plan, mine: Assignment) -> bool:
     """Whether what was trained ahead is the beginning of this assignment, from this base."""
-    return begun.sent is None and begun.plan.round + 1 == plan.round and ahead.goes_on(begun.mine, begun.steps, mine)
+    return begun.began is None and begun.plan.round + 1 == plan.round and ahead.goes_on(begun.mine, begun.steps, mine)
 
 
 def go_ahead(mesh: WorkWaits, model: LocalModel) -> InnerResult:
@@ -218,8 +222,8 @@ def fold(model: LocalModel, work: FoldUpdate) -> float:
     if model.lost:
         model.round, model.ahead = work.update.round, None
         return 0.0
-    sent = model.engine.weights() if model.ahead is None or model.ahead.sent is None else model.ahead.sent
     if model.codec.residual and work.own_payload is not None:
+        sent = model.engine.weights() if model.ahead is None or model.ahead.sent is None else model.ahead.sent
         model.residual = codec.new_residual(
             model.layout, model.state.anchor, sent, model.codec, work.own_payload, model.residual
         )
@@ -230,17 +234,17 @@ def fold(model: LocalModel, work: FoldUpdate) -> float:
 
 
 def _rebase(model: LocalModel, work: FoldUpdate) -> None:
-    """weights = anchor + (weights - those sent), or the anchor if nothing was trained ahead that counts."""
+    """weights = anchor + (weights - those it went ahead from), or the anchor if nothing was trained ahead that counts."""
     begun, anchor = model.ahead, model.state.anchor
     counts = begun is not None and begun.plan.round == work.update.round and work.own_payload is not None
-    if begun is None or begun.sent is None or not counts:
+    if begun is None or begun.began is None or not counts:
         model.ahead = None
         model.engine.set_weights(anchor)
         return
-    weights = begun.sent
+    weights = begun.began
     np.subtract(model.engine.weights(), weights, out=weights)
     np.add(anchor, weights, out=weights)
-    begun.sent = None
+    begun.began, begun.sent = None, None
     model.engine.set_weights(weights)
 
 

@@ -1,9 +1,11 @@
 """Training ahead (planner.overlap = delayed): the beginning of the next round, while this round's update is on its way.
 
 A plan reserves for each member the first positions of its next assignment (`Assignment.ahead`). Who has handed in its
-contribution trains on there, from its own weights, step by step. When the update comes, at the next step's end,
+contribution trains on there, step by step, from where it expects the new anchor (core/outer.py): a guess at the whole update, of
+which it knows its own part, brings nearer to it than its own weights are (Kale et al. 2025 do so with their own part alone).
+When the update comes, at the next step's end,
 
-    weights = new anchor + (weights - the weights that the contribution was made from)
+    weights = new anchor + (weights - the anchor that was expected)
 
 and the next plan lets the same member, with the same batch, begin with the same positions: what is done of them counts as the
 first steps of that round. Nothing else changes: a contribution is made after its plan and against its base. Whoever is not a

@@ -56,6 +56,23 @@ def apply_mean(state: OuterState, mean: Vector, start: int, stop: int, settings:
         np.subtract(anchor, step, out=anchor)
 
 
+def expected_anchor(state: OuterState, weights: Vector, share: float, settings: OuterSection) -> Vector:
+    """A new vector: where the anchor will be, as far as one contributor can tell before the others' contributions are here.
+
+    `weights` are what its own contribution is made from, `share` is its part of the round's tokens. For the others stands what
+    all gave in the rounds before, (1 - mu) * momentum, which is the exponential mean of the committed means. `state` stays as
+    it is; unlike its own steps, this one may differ from machine to machine."""
+    found, own = np.array(weights, np.float32), np.float32(share)
+    others = np.float32((1 - share) * (1 - settings.momentum))
+    for begin in range(0, found.size, CHUNK):
+        piece = slice(begin, begin + CHUNK)
+        then = OuterState(np.array(state.anchor[piece]), np.array(state.momentum[piece]))
+        mean = own * (then.anchor - found[piece]) + others * then.momentum
+        apply_mean(then, mean, 0, mean.size, settings)
+        found[piece] = then.anchor
+    return found
+
+
 def apply_update(
     state: OuterState, layout: Layout, codec: CodecSection, outer: OuterSection, update: Update, body: Any
 ) -> None:

@@ -33,7 +33,7 @@ SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more t
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
 LR_SCALES = (0.5, 2.0)
 AHEAD_MARGIN = 1.5  # of the time from the last finish to the next plan, so much may be trained ahead, and at most
-AHEAD_SHARE = 0.5   # of a member's steps
+AHEAD_SHARE = 0.8   # of a member's steps
 PLANNING_SECONDS = 0.2
 
 

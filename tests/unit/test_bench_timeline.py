@@ -11,6 +11,7 @@ import pytest
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.ahead import goes_on
+from geomesh_p2p.core.plan import AHEAD_SHARE
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS, Method, method_of
 from geomesh_p2p.lab.bench.runner import jobs, varied, world_of
@@ -69,11 +70,13 @@ def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_pa
             assert now is not None
             assert goes_on(member, done, now)
     assert all(part.ahead_steps == 0 for part in delayed[-1].parts), "no round follows the last one"
-    # Rounds so short that half of the steps do not last: the rest is idle time.
-    short = setting(sites=sites, links={"pairs": [{"between": ["far", "near"], "mbps": 6, "rtt_ms": 100}]})
+    # Rounds so short that the steps that may be done early do not last: the rest is idle time.
+    short = setting(sites=sites, links={"pairs": [{"between": ["far", "near"], "mbps": 3, "rtt_ms": 100}]})
     plain, delayed = (play(name, short, tmp_path, length=1.0, longest=None) for name in both)
     middle = delayed[2:-1]
-    assert all(one.ahead_steps(m.site) == m.ahead_steps == m.inner_steps // 2 for one in middle for m in one.plan.members)
+    most = [(m.ahead_steps, int(AHEAD_SHARE * m.inner_steps)) for one in middle for m in one.plan.members]
+    assert all(one.ahead_steps(m.site) == m.ahead_steps for one in middle for m in one.plan.members)
+    assert all(reserved == share > 0 for reserved, share in most)
     assert 0.02 < idle_shares(middle, "near").wan < 0.5 * idle_shares(plain[2:-1], "near").wan
 
 

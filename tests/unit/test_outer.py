@@ -186,6 +186,46 @@ def test_a_reduce_moves_by_the_decoded_parts(bits: int) -> None:
 # ---------------------------------------------------------------- what moves nothing
 
 
+@given(outer_sections, st.integers(0, 5))
+def test_of_a_single_contributor_the_anchor_is_expected_where_it_comes_to_be(settings: OuterSection, rounds: int) -> None:
+    state = founded()
+    for number in range(rounds):
+        outer.apply_mean(state, normal(number + 1, 1e-2), 0, SIZE, settings)
+    before = state.anchor.copy(), state.momentum.copy()
+    delta = normal(9, 1e-2)
+    weights = state.anchor - delta
+    kept = weights.copy()
+    expected = outer.expected_anchor(state, weights, 1.0, settings)
+    assert all(np.array_equal(*pair) for pair in zip(before, (state.anchor, state.momentum), strict=True)), "nothing has moved"
+    assert np.array_equal(weights, kept)
+    outer.apply_mean(state, delta, 0, SIZE, settings)
+    np.testing.assert_allclose(expected, state.anchor, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_others_are_expected_to_go_on_as_all_did(momentum: float, share: float) -> None:
+    """With the same mean in every round the guess is right, whatever its maker's share is, and its own weights are far from it."""
+    settings = OuterSection(learning_rate=0.7, momentum=momentum)
+    state, always = founded(), normal(1, 1e-2)
+    for _ in range(100):
+        outer.apply_mean(state, always, 0, SIZE, settings)
+    weights = state.anchor - always
+    expected = outer.expected_anchor(state, weights, share, settings)
+    outer.apply_mean(state, always, 0, SIZE, settings)
+    off = float(np.abs(expected - state.anchor).max())
+    assert off < 1e-4
+    assert off < 0.01 * float(np.abs(weights - state.anchor).max())
+
+
+def test_in_the_first_round_a_contributor_expects_its_part_alone() -> None:
+    state, settings = founded(), OuterSection(learning_rate=1.0, momentum=0.0)
+    weights = state.anchor - normal(1, 1e-2)
+    np.testing.assert_allclose(
+        outer.expected_anchor(state, weights, 0.25, settings), state.anchor - 0.25 * normal(1, 1e-2), atol=1e-6
+    )
+
+
 def test_an_update_without_contributors_moves_nothing_not_even_by_momentum() -> None:
     state = OuterState(normal(1), normal(2))
     update, body = gathered(CodecSection(), 1)

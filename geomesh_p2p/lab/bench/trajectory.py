@@ -224,7 +224,7 @@ def key_of(fingerprint: Digest, played: Iterable[Round], validate_tokens: int) -
         done = tuple(one.steps(m.site) for m in plan.members)
         key = digest("round", key, work, done, plan.topology, plan.shares, plan.committed_tokens, plan.planned_tokens)
         if any(m.ahead for m in plan.members):
-            key = digest("ahead", key, tuple((m.ahead, one.ahead_steps(m.site)) for m in plan.members))
+            key = digest("ahead from what is expected", key, tuple((m.ahead, one.ahead_steps(m.site)) for m in plan.members))
     return key.hex()[:32]
 
 
