@@ -1,8 +1,8 @@
 """Training ahead (planner.overlap = delayed): the beginning of the next round, while this round's update is on its way.
 
 A plan reserves for each member the first positions of its next assignment (`Assignment.ahead`). Who has handed in its
-contribution trains on there, step by step, from where it expects the new anchor (core/outer.py): a guess at the whole update, of
-which it knows its own part, brings nearer to it than its own weights are (Kale et al. 2025 do so with their own part alone).
+contribution trains on there, step by step, from where it expects the new anchor (core/outer.py): of the update it knows its own
+part, and guesses the rest. That is nearer to the anchor than its own weights are (Kale et al. 2025 go by their own part alone).
 When the update comes, at the next step's end,
 
     weights = new anchor + (weights - the anchor that was expected)

@@ -205,7 +205,7 @@ def test_of_a_single_contributor_the_anchor_is_expected_where_it_comes_to_be(set
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_others_are_expected_to_go_on_as_all_did(momentum: float, share: float) -> None:
-    """With the same mean in every round the guess is right, whatever its maker's share is, and its own weights are far from it."""
+    """With the same mean in every round the guess is right whatever its maker's share is, and its own weights are far off."""
     settings = OuterSection(learning_rate=0.7, momentum=momentum)
     state, always = founded(), normal(1, 1e-2)
     for _ in range(100):

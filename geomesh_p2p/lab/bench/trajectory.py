@@ -205,7 +205,7 @@ class Workers:
             loss=float(saved["loss"][0]), seconds=0.0, data_wait_seconds=0.0, step_seconds=(), skipped_steps=0,
             overrun_seconds=0.0, learning_rate=0.0,
         )  # fmt: skip
-        model.ahead = train.Ahead(last.plan, mine, None, done)
+        model.ahead = train.Ahead(last.plan, mine, None, done=done)
         model.engine.set_weights(saved["weights"])
 
 
