@@ -45,8 +45,8 @@ from geomesh_p2p.core.types import Assignment, Contribution, PeerId, Plan
 
 @dataclass
 class Ahead:
-    """What is trained of the round after `plan`, on the positions that `mine` reserves. Until `plan`'s update is folded, `began`
-    are the weights from which, and `sent` those that `plan`'s contribution was made from, if a residual needs them."""
+    """What is trained of the round after `plan`, on the positions that `mine` reserves. Until `plan`'s update is folded,
+    `began` are the weights from which, and `sent` those that its contribution was made from, if a residual needs them."""
 
     plan: Plan
     mine: Assignment
