@@ -61,8 +61,8 @@ def test_virtual_rounds_come_to_what_is_foreseen(name: str, method: str) -> None
     wan = foreseen["wan_idle_share"] - foreseen["codec_share"]
     # Rounding to whole steps leaves a plan idle times below half a percent: they differ by chance.
     assert foreseen["straggler_idle_share"] == pytest.approx(idle.straggler, rel=0.05, abs=0.005)
-    # Training ahead, rounds are made longer until waiting is within this share: how far within, whole steps decide.
-    within = run.planner.exchange_share if run.planner.overlap == "delayed" else 1e-12
+    # Training ahead, what is left of a long exchange depends on how many whole steps fit into four fifths of a round.
+    within = 0.025 if run.planner.overlap == "delayed" else 1e-12
     assert wan == pytest.approx(idle.wan, rel=0.05, abs=within)
     sent = np.mean([sum(part.sent_bytes for part in one.parts) for one in played])
     assert foreseen["bytes_per_round"] == pytest.approx(sent, rel=0.05)

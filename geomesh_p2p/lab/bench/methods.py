@@ -78,7 +78,7 @@ LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
 LONGEST = 2.25
 # Where sites train on meanwhile, short rounds cost no time, and each brings the weights together: they are as short as that
 # an exchange is covered but for 2% of them.
-DELAYED_LENGTH, DELAYED_SHARE = 0.5, 0.02
+DELAYED_LENGTH, DELAYED_SHARE = 0.25, 0.02
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 
 
