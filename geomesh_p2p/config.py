@@ -178,7 +178,7 @@ class NetSection(Section):
     """Address that others dial; empty: the one listened on. No wildcard, no port 0."""
     seeds: tuple[str, ...] = ()
     """Addresses of peers to meet the run through (/ip4/.../tcp/.../p2p/ID)."""
-    streams: PositiveInt = Field(default=4, le=16)
+    streams: PositiveInt = Field(default=8, le=16)
     """Parallel libp2p streams to each peer for bulk bytes."""
     upload_mbps: PositiveFloat | None = None
     """Most that this peer sends in bulk, to all others together, in Mbit/s; None: no limit. Control is not held up by it, and
