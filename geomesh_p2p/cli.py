@@ -250,7 +250,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from geomesh_p2p.lab.bench.claims import claims
+    from geomesh_p2p.lab.bench.claims import checked
     from geomesh_p2p.lab.bench.command import Request, bench, table
     from geomesh_p2p.lab.bench.report.pages import again
 
@@ -261,9 +261,9 @@ def _bench(args: argparse.Namespace) -> int:
     print(table(report))
     if not args.check:
         return 0
-    found = claims(report)
-    print("", *found, sep="\n")
-    return 0 if found and all(claim.holds for claim in found) else 1
+    said, holds = checked(report)
+    print("", *said, sep="\n")
+    return 0 if holds else 1
 
 
 def _history_verify(args: argparse.Namespace) -> int:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from geomesh_p2p.lab.bench.claims import claims
+from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.claims import Claim, checked, claims
 
-GOOD: dict[str, Any] = {"time_to_target_seconds": 24.0, "straggler_idle_share_fastest": 0.02, "straggler_idle_share": 0.01,
-                        "wan_idle_share": 0.07, "final_ppl_by_seed": [5.05]}  # fmt: skip
-DILOCO: dict[str, Any] = {"time_to_target_seconds": 100.0, "straggler_idle_share_fastest": 0.25, "straggler_idle_share": 0.1,
-                          "wan_idle_share": 0.66, "final_ppl_by_seed": [5.0]}  # fmt: skip
+GOOD: dict[str, Any] = {"time_to_target_seconds_by_seed": [24.0], "straggler_idle_share_fastest": 0.02,
+                        "straggler_idle_share": 0.01, "wan_idle_share": 0.07, "final_ppl_by_seed": [5.05]}  # fmt: skip
+DILOCO: dict[str, Any] = {"time_to_target_seconds_by_seed": [100.0], "straggler_idle_share_fastest": 0.25,
+                          "straggler_idle_share": 0.1, "wan_idle_share": 0.66, "final_ppl_by_seed": [5.0]}  # fmt: skip
+
+
+def seconds(*by_seed: float | None) -> dict[str, Any]:
+    return {"time_to_target_seconds_by_seed": list(by_seed)}
 
 
 def failing(ours: dict[str, Any], **others: dict[str, Any]) -> list[str]:
@@ -29,32 +35,33 @@ def test_all_hold() -> None:
 @pytest.mark.parametrize(
     ("figure", "value", "text"),
     [
-        ("time_to_target_seconds", 26.0, "time to target"),
-        ("time_to_target_seconds", None, "time to target"),
+        ("time_to_target_seconds_by_seed", [26.0], "time to target"),
+        ("time_to_target_seconds_by_seed", [None], "time to target"),
         ("straggler_idle_share_fastest", 0.03, "of the fastest"),
         ("straggler_idle_share", 0.013, "of all sites"),
         ("wan_idle_share", 0.081, "WAN idle"),
         ("final_ppl_by_seed", [5.11], "perplexity"),
     ],
 )
-def test_each_figure_has_a_claim_of_its_own(figure: str, value: float | None, text: str) -> None:
+def test_each_figure_has_a_claim_of_its_own(figure: str, value: Any, text: str) -> None:
     failed = failing({**GOOD, figure: value})
     assert failed
     assert all(text in claim for claim in failed)
 
 
 def test_another_method_is_compared_where_it_was_played() -> None:
-    assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, "time_to_target_seconds": 47.0}}) != []
-    assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, "time_to_target_seconds": 49.0}}) == []
-    assert failing(GOOD, **{"async": {**DILOCO, "time_to_target_seconds": 24.0}}) != []
-    assert failing(GOOD, **{"async": {**DILOCO, "time_to_target_seconds": None, "final_ppl_by_seed": [5.06]}}) == []
+    assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, **seconds(47.0)}}) != []
+    assert failing(GOOD, **{"diloco-tuned-H": {**DILOCO, **seconds(49.0)}}) == []
+    assert failing(GOOD, **{"async": {**DILOCO, **seconds(24.0)}}) != []
+    assert failing(GOOD, **{"async": {**DILOCO, **seconds(None), "final_ppl_by_seed": [5.06]}}) == []
     lost = failing(GOOD, **{"async": {**DILOCO, "final_ppl_by_seed": [5.04]}})
     assert lost == ["geomesh: final perplexity above that of async, as a share, median over seeds"]
 
 
 @pytest.mark.parametrize(
     ("changes", "failing"),
-    [({}, 0), ({"wan_idle_share": 0.021}, 1), ({"final_ppl_by_seed": [5.11]}, 1), ({"time_to_target_seconds": 26.0}, 1)],
+    [({}, 0), ({"wan_idle_share": 0.021}, 1), ({"final_ppl_by_seed": [5.11]}, 1),
+     ({"time_to_target_seconds_by_seed": [26.0]}, 1)],
 )
 def test_training_ahead_is_held_to_the_same_and_waits_less(changes: dict[str, Any], failing: int) -> None:
     delayed = {**GOOD, "wan_idle_share": 0.019, **changes}
@@ -100,4 +107,71 @@ def test_continuation_choice_is_claimed_where_it_was_asked(accuracy: float, low:
 
 
 def test_nothing_is_claimed_without_both() -> None:
-    assert claims({"seeds": [1], "methods": {"geomesh": GOOD}}) == []
+    report = {"seeds": [1], "methods": {"geomesh": GOOD, "diloco[momentum=0]": DILOCO}}
+    assert claims(report) == []
+    said, holds = checked(report)
+    assert said[0].startswith("no claim can be checked")
+    assert not holds
+
+
+# ---------------------------------------------------------------- figures that are missing, or that cannot fail
+
+
+def of(ours: dict[str, Any], theirs: dict[str, Any], text: str) -> Claim:
+    methods = {"geomesh": {**GOOD, **ours}, "diloco": {**DILOCO, **theirs}}
+    (found,) = (claim for claim in claims({"seeds": [1], "methods": methods}) if text in claim.text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "figure", "holds", "said"),
+    [
+        ((20.0, 30.0, 90.0), (100.0, 100.0, 100.0), 0.7, False, ": 0.7 (wanted"),
+        ((20.0, None, 20.0), (100.0, 100.0, 100.0), 0.8, True, "0.8 (1 of 3 seeds does not reach it)"),
+        ((None, None, 20.0), (100.0, 100.0, 100.0), None, False, ": not reached (wanted"),
+        ((20.0, 30.0), (100.0, None), 0.8, True, "0.8 (diloco: 1 of 2 seeds does not reach it)"),
+        ((30.0, 30.0), (100.0, None), 0.7, False, "0.7 (diloco: 1 of 2 seeds does not reach it)"),
+        ((20.0, 30.0, None), (None, None, 100.0), None, True, "not reached by diloco; 1 of 3 seeds does not reach it"),
+        ((None,), (None,), None, False, "not reached"),
+        ((0.0,), (0.0,), 0.0, False, ": 0 "),
+        ((5.0,), (0.0,), None, False, "diloco has it at the start"),
+    ],
+)
+def test_times_are_compared_seed_by_seed_and_no_figure_is_made_up(
+    ours: tuple[float | None, ...], theirs: tuple[float | None, ...], figure: float | None, holds: bool, said: str
+) -> None:
+    found = of(seconds(*ours), seconds(*theirs), "time to target")
+    assert found.figure == (None if figure is None else pytest.approx(figure))
+    assert found.holds is holds
+    assert said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("straggler_idle_share_fastest", "of the fastest site"), ("wan_idle_share", "WAN idle, so")]
+)
+def test_where_the_reference_hardly_waits_nothing_is_claimed(key: str, text: str) -> None:
+    found = of({key: 0.0}, {key: 1e-17}, text)
+    assert found.holds is None
+    assert "not comparable, diloco has 0.00% of it" in str(found)
+    report = {"seeds": [1], "methods": {"geomesh": {**GOOD, key: 0.0}, "diloco": {**DILOCO, key: 1e-17}}}
+    assert checked(report)[1], "what is no claim fails nothing"
+
+
+def test_a_site_that_never_trained_is_said_where_waiting_is_claimed() -> None:
+    for text in ("of the fastest site", "of all sites"):
+        assert "(far never trained, and is not in it)" in str(of({"sites_without_work": ["far"]}, {}, text))
+
+
+@pytest.mark.parametrize("lost", [math.inf, math.nan, None])
+def test_a_perplexity_that_is_no_number_fails_and_is_said(lost: float | None) -> None:
+    for ours, theirs, said in ((lost, 5.0, "1 of 1 seeds ends"), (5.0, lost, "of diloco not all seeds end")):
+        found = of({"final_ppl_by_seed": [ours]}, {"final_ppl_by_seed": [theirs]}, "perplexity")
+        assert found.holds is False
+        assert said in str(found)
+
+
+def test_a_share_that_is_not_known_is_said_and_a_figure_that_lacks_is_a_damaged_report() -> None:
+    assert "not known" in str(of({"wan_idle_share": None}, {}, "WAN idle, so"))
+    for key in GOOD:
+        with pytest.raises(ConfigError, match=f"geomesh has no {key}: it is damaged.*again"):
+            claims({"seeds": [1], "methods": {"geomesh": {k: v for k, v in GOOD.items() if k != key}, "diloco": DILOCO}})

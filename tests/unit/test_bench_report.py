@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,8 +18,9 @@ from geomesh_p2p import cli
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.command import TUNED, Request, _best, bench, table
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
-from geomesh_p2p.lab.bench.report.tables import training_table
+from geomesh_p2p.lab.bench.report.tables import time_table, training_table
 from geomesh_p2p.lab.bench.report.words import summary
+from geomesh_p2p.lab.bench.results import _spread
 from geomesh_p2p.lab.bench.settings import load_setting
 from tests.unit.bench_reports import BUDGET, DIGEST, report
 from tests.unit.benching import place, run_config, setting
@@ -116,6 +118,46 @@ def test_a_target_that_is_not_reached_is_said(mine: float | None, theirs: float 
         assert "Worse than diloco: time to the target (geomesh does not get there)" in text
 
 
+def by_seed(*seconds: float | None) -> dict[str, Any]:
+    return {**_spread("time_to_target_seconds", seconds), "time_to_target_seconds_by_seed": list(seconds)}
+
+
+def test_a_seed_that_does_not_reach_the_target_is_said_and_its_range_has_no_end() -> None:
+    found = pair(by_seed(20.0, 24.0, None), by_seed(100.0, 90.0, 110.0), seeds=[1, 2, 3])
+    text = said(found)
+    assert "geomesh reaches perplexity 5.000 after 24.0 s (1 of 3 seeds does not reach it), diloco after 100.0 s" in text
+    assert "Worse than diloco: seeds that reach the target 2 of 3 instead of 3 of 3." in text
+    assert "time to the target -76.0% (the seeds' ranges overlap)" in text
+    assert "24.0 (20.0 .. not reached)" in time_table(found).rows[1]
+    assert "24.0 (2 of 3 seeds)" in table({**found, "parameters": 1, "budget_tokens": 1})
+
+
+def test_what_half_of_the_seeds_reach_has_no_median_and_is_said() -> None:
+    found = pair(by_seed(20.0, 24.0), by_seed(100.0, None))
+    text = said(found)
+    assert "geomesh reaches perplexity 5.000 after 22.0 s; diloco does with 1 of 2 seeds only." in text
+    assert "Better: time to the target (diloco gets there with 1 of 2 seeds only), seeds that reach" not in text
+    assert "Better: time to the target (diloco gets there with 1 of 2 seeds only) and seeds that reach" in text
+    assert "- (100.0 .. not reached)" in time_table(found).rows[0]
+    assert "- (1 of 2 seeds)" in table({**found, "parameters": 1, "budget_tokens": 1})
+    turned = said(pair(by_seed(100.0, None), by_seed(20.0, 24.0)))
+    assert "geomesh reaches perplexity 5.000 with 1 of 2 seeds only; diloco does after 22.0 s." in turned
+    del found["methods"]["geomesh"]
+    assert "No method reaches perplexity 5.000 with more than half of its seeds; with some: diloco (1 of 2)." in said(found)
+
+
+def test_a_share_that_reads_the_same_is_not_worse() -> None:
+    assert "Worse than diloco: none." in said(pair({"wan_idle_share": 0.001804}, {"wan_idle_share": 0.001796}))
+
+
+def test_a_site_that_never_trains_is_said(tmp_path: Path) -> None:
+    where = setting(sites=[place("far", 400.0), place("near", 0.4)])
+    found = report(tmp_path, {"geomesh": 10.0}, (1,), where)
+    assert [peer["rounds"] for peer in found["methods"]["geomesh"]["peers"]] == [0, 12]
+    assert found["methods"]["geomesh"]["sites_without_work"] == ["far"]
+    assert "Sites that never trained, and are not in the idle shares: far (geomesh)." in said(found)
+
+
 def test_time_is_taken_apart_into_tokens_and_seconds_a_token_and_into_rounds() -> None:
     ours = {"time_to_target_seconds": 30.0, "tokens_to_target": 1100, "rounds_to_target": 5}
     other = {"time_to_target_seconds": 100.0, "tokens_to_target": 1000, "rounds_to_target": 10}
@@ -188,6 +230,8 @@ def test_report_json_has_every_figure_and_null_where_virtual_time_has_none(whole
         assert [peer["site"] for peer in method["peers"]] == ["far", "near"]
         assert all(peer.keys() >= set(PEER) for peer in method["peers"])
         assert sum(one["tokens"] for one in method["rounds"]) == method["tokens"]
+        assert median(method["time_to_target_seconds_by_seed"]) == method["time_to_target_seconds"]
+        assert method["sites_without_work"] == []
 
 
 def test_ratios_of_bytes_are_shares_as_in_a_meshs_report(whole: dict[str, Any]) -> None:

@@ -12,11 +12,13 @@ import pytest
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.ahead import goes_on
 from geomesh_p2p.core.plan import AHEAD_SHARE
+from geomesh_p2p.lab.bench.asynchronous import _best_connected, race
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS, Method, method_of
 from geomesh_p2p.lab.bench.runner import jobs, varied, world_of
 from geomesh_p2p.lab.bench.settings import Setting, load_setting, shipped
 from geomesh_p2p.lab.bench.timeline import Round, idle_shares
+from geomesh_p2p.lab.report import FP32_BYTES
 from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
 
 OVER_2_MBPS = {"pairs": [{"between": ["far", "near"], "mbps": 2, "rtt_ms": 100}]}
@@ -130,6 +132,19 @@ def test_noise_is_that_of_the_seed(tmp_path: Path) -> None:
     ends = [[s.ends for s in job.stages()] for job in jobs(base, noisy, [METHODS["diloco"]], [1, 1, 2], BUDGET)]
     assert ends[0] == ends[1] != ends[2]
     assert ends[0] != [one.ends for one in play("diloco", setting(), tmp_path)]
+
+
+def test_what_the_servers_own_site_gives_to_it_is_not_sent() -> None:
+    where = load_setting("paper")
+    (job,) = jobs(SMALL, where, [METHODS["async"]], [1], 3 * where.reference_round_sequences * SMALL.model.sequence_length)
+    _, events = race(job.run, job.world, job.volume().parameters, job.budget_tokens, job.reference_tokens)
+    server = where.names[_best_connected(job.world)]
+    ways = [event for event in events if event.kind in ("send", "apply") and event.site not in (server, "")]
+    assert any(event.kind == "send" and event.site == server for event in events)
+    sent = {name: sum(p.sent_bytes for stage in job.stages() for p in stage.parts if p.site == name) for name in where.names}
+    assert sum(sent.values()) == len(ways) * FP32_BYTES * job.volume().parameters
+    answers = sum(event.kind == "apply" for event in ways)
+    assert sent[server] == answers * FP32_BYTES * job.volume().parameters
 
 
 @pytest.mark.parametrize("name", shipped())

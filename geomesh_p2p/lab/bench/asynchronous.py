@@ -124,17 +124,19 @@ class _Race:
         self._tell(site)
         self._happened("send", site, site.steps)
         site.flying = True
-        size = FP32_BYTES * self.parameters
-        site.sent += size
         site.steps = 0
-        self.at(self.now + self.moment.transfer_seconds(site.index, self.server, size), "apply", site)
+        self.at(self.now + self._transfer(site.index, self.server), "apply", site)
+
+    def _transfer(self, source: int, target: int) -> float:
+        """Seconds that all parameters take. What the server's own site gives to it or gets from it, nobody sends."""
+        size = FP32_BYTES * self.parameters
+        self.sites[source].sent += size if source != target else 0
+        return self.moment.transfer_seconds(source, target, size)
 
     def _apply(self, site: _Site) -> None:
         self._happened("apply", site)
         self.applied += self.run.planner.inner_steps * self.step_tokens
-        size = FP32_BYTES * self.parameters
-        self.sites[self.server].sent += size
-        self.at(self.now + self.moment.transfer_seconds(self.server, site.index, size), "answered", site)
+        self.at(self.now + self._transfer(self.server, site.index), "answered", site)
         if self.applied - self.staged >= self.stage_tokens:
             self._stage()
 

@@ -12,6 +12,7 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.report.figures import measured, number, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
@@ -119,10 +120,12 @@ def table(report: Mapping[str, Any]) -> str:
         for key, _, form in COLUMNS:
             value = figures.get(key or "time_to_target_seconds")
             if not key:
-                value = None if value is None or not reference else value / reference - 1
-            if key == "bytes_payload" and value is not None:
+                value = value / reference - 1 if measured(value) and measured(reference) and reference else None
+            if key == "bytes_payload" and measured(value):
                 value /= 1e6
-            cells.append("-" if value is None else form.format(value))
+            cells.append(form.format(value) if measured(value) else "-")
+            if key == "time_to_target_seconds" and reached(figures).some:
+                cells[-1] += f" ({reached(figures)} seeds)"
         rows.append(tuple(cells))
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     pads = [str.ljust, *[str.rjust] * len(COLUMNS)]
@@ -130,7 +133,7 @@ def table(report: Mapping[str, Any]) -> str:
     seeds = ", ".join(str(seed) for seed in report["seeds"])
     head = (
         f"setting {report['setting']}, {report['parameters']:,} parameters, {report['budget_tokens']:,} tokens, seeds {seeds}; "
-        f"target perplexity {report['target_ppl']:.3f}; "
+        f"target perplexity {number(report['target_ppl'], '.3f')}; "
         f"{' and '.join(sorted({figures['engine'] for figures in report['methods'].values()}))} time"
     )
     return "\n".join([head, "", *lines])

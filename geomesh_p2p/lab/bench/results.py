@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -140,6 +141,8 @@ def summary(
         table: dict[str, Any] = {"engine": mine[0].engine, "about": about_it, "seeds": [one.seed for one in mine]}
         for figure in per_seed[0]:
             table |= _spread(figure, [one[figure] for one in per_seed])
+        table["time_to_target_seconds_by_seed"] = [one["time_to_target_seconds"] for one in per_seed]
+        table["sites_without_work"] = _without_work(mine)
         table["final_ppl_by_seed"] = [one.curve.val_ppl[-1] for one in mine]
         table["curves"] = [asdict(one.curve) for one in mine]
         table["rounds"] = list(mine[0].account.rounds)
@@ -175,6 +178,11 @@ def _choice(mine: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, 
     }
 
 
+def _without_work(mine: Sequence[Outcome]) -> list[str]:
+    """Sites that trained nothing, with some seed at least. Idle shares are of those that take part."""
+    return sorted({peer["site"] for one in mine for peer in one.account.peers if 0 in (peer.get("tokens"), peer.get("rounds"))})
+
+
 def _to_target(one: Outcome, target: float) -> dict[str, float | int | None]:
     place, curve = one.curve.reached(target), one.curve
     names = ("time_to_target_seconds", "rounds_to_target", "tokens_to_target", "limit_to_target_seconds")
@@ -186,10 +194,10 @@ def _to_target(one: Outcome, target: float) -> dict[str, float | int | None]:
 
 
 def _spread(name: str, values: Sequence[float | int | None]) -> dict[str, float | int | None]:
-    """Missing (a target that was not reached) if it is for most seeds."""
-    known = sorted(value for value in values if value is not None)
+    """Where it is missing (a target that was not reached), or not finite, it is above all others: there is no largest, and no
+    median unless most seeds have it."""
+    known = sorted(value for value in values if value is not None and math.isfinite(value))
     if 2 * len(known) <= len(values):
-        return {name: None, f"{name}_min": None, f"{name}_max": None}
-    # Those that did not reach it are above all others.
+        return {name: None, f"{name}_min": known[0] if known else None, f"{name}_max": None}
     middle = median([*known, *[float("inf")] * (len(values) - len(known))])
     return {name: middle, f"{name}_min": known[0], f"{name}_max": known[-1] if len(known) == len(values) else None}

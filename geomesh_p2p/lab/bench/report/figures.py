@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 REFERENCE = "diloco"
@@ -25,11 +26,39 @@ def ratio(method: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) 
 
 
 def overlap(method: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    """Whether the ranges over seeds have something in common."""
+    """Whether the ranges over seeds have something in common. Without a largest, as where a seed does not reach the target, a
+    range has no end."""
     low, high, other_low, other_high = (m.get(f"{key}_{end}") for m in (method, other) for end in ("min", "max"))
-    if not (measured(low) and measured(high) and measured(other_low) and measured(other_high)):
+    if not (measured(low) and measured(other_low)):
         return False
-    return low <= other_high and other_low <= high
+    return (not measured(other_high) or low <= other_high) and (not measured(high) or other_low <= high)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How many of a method's seeds reach the target."""
+
+    seeds: int
+    of: int
+
+    @property
+    def some(self) -> bool:
+        return 0 < self.seeds < self.of
+
+    @property
+    def note(self) -> str:
+        """In brackets behind a time; empty if all seeds reach it, or none."""
+        missing = self.of - self.seeds
+        return f" ({missing} of {self.of} seeds {'does' if missing == 1 else 'do'} not reach it)" if self.some else ""
+
+    def __str__(self) -> str:
+        return f"{self.seeds} of {self.of}"
+
+
+def reached(method: Mapping[str, Any]) -> Reached:
+    """Without figures by seed: all or none, as the median is."""
+    seconds = method.get("time_to_target_seconds_by_seed") or [method.get("time_to_target_seconds")]
+    return Reached(sum(measured(one) for one in seconds), len(seconds))
 
 
 # ---------------------------------------------------------------- as text
@@ -43,7 +72,8 @@ def spread(method: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -
     """The median; smallest and largest behind it if they differ."""
     value = method.get(key)
     if not measured(value):
-        return "-"
+        least = method.get(f"{key}_min")
+        return f"- ({format(least * scale, form)} .. not reached)" if measured(least) else "-"
     low, high = method.get(f"{key}_min"), method.get(f"{key}_max")
     text = format(value * scale, form)
     if low == high == value or not measured(low):

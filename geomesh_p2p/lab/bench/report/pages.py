@@ -111,7 +111,7 @@ READING = (
     "shares are sums over sites and rounds, divided by the sums of their time; steady: from round 3 on.",
     "limit: the same tokens with every device at its best rate and no byte moved. No method can be faster at equal tokens.",
     "figures are medians over seeds, smallest and largest in brackets.",
-    "a figure is missing (-) if most seeds do not reach it, or if the engine does not have it.",
+    "a figure is missing (-) unless more than half of the seeds reach it, and if the engine does not have it.",
     "bytes: payload, sent by all sites together; the ring is an fp32 ring all-reduce once a round (ddp: once a step).",
 )
 

@@ -17,6 +17,7 @@ from geomesh_p2p.lab.bench.report.figures import (
     overlap,
     percent,
     ratio,
+    reached,
     signed,
 )
 from geomesh_p2p.lab.bench.report.setting import slow
@@ -78,34 +79,36 @@ def summary(report: Report) -> list[str]:
 
 def _fastest(report: Report) -> str:
     seconds = {name: m.get("time_to_target_seconds") for name, m in report["methods"].items()}
-    reached = {name: value for name, value in seconds.items() if measured(value)}
+    there = {name: value for name, value in seconds.items() if measured(value)}
     target = f"perplexity {number(report['target_ppl'], '.3f')}"
     finals = {name: value for name, m in report["methods"].items() if measured(value := m.get("final_ppl"))}
     best = min(finals, key=lambda one: float(finals[one]), default=None)
     lowest = f" The lowest final perplexity is {finals[best]:.3f}, of {best}." if best is not None else ""
-    if not reached:
-        return f"No method reaches {target}.{lowest}"
-    name = min(reached, key=lambda one: float(reached[one]))
-    return f"{name} reaches {target} first, after {reached[name]:.1f} s.{lowest}"
+    if not there:
+        now_and_then = [f"{name} ({reached(m)})" for name, m in report["methods"].items() if reached(m).some]
+        most = f" with more than half of its seeds; with some: {listed(now_and_then)}" if now_and_then else ""
+        return f"No method reaches {target}{most}.{lowest}"
+    name = min(there, key=lambda one: float(there[one]))
+    return f"{name} reaches {target} first, after {there[name]:.1f} s{reached(report['methods'][name]).note}.{lowest}"
 
 
 def _sooner(report: Report, pair: Pair) -> str:
     target = f"perplexity {number(report['target_ppl'], '.3f')}"
     mine, theirs = (m.get("time_to_target_seconds") for m in (pair.ours, pair.other))
+    ours, other = reached(pair.ours), reached(pair.other)
     if not measured(mine):
-        return f"{pair.name} does not reach {target}; {pair.other_name} {_after(theirs)}."
+        text = f"{pair.name} reaches {target} with {ours} seeds only" if ours.some else f"{pair.name} does not reach {target}"
+        if measured(theirs):
+            return f"{text}; {pair.other_name} does after {theirs:.1f} s{other.note}."
+        return f"{text}; {pair.other_name} {f'does with {other} seeds only' if other.some else 'does not either'}."
+    text = f"{pair.name} reaches {target} after {mine:.1f} s{ours.note}"
     if not measured(theirs):
-        return f"{pair.name} reaches {target} after {mine:.1f} s; {pair.other_name} does not."
-    text = f"{pair.name} reaches {target} after {mine:.1f} s, {pair.other_name} after {theirs:.1f} s"
-    text += f": {_difference(mine, theirs)}"
+        return f"{text}; {pair.other_name} does {f'with {other} seeds only' if other.some else 'not'}."
+    text += f", {pair.other_name} after {theirs:.1f} s{other.note}: {_difference(mine, theirs)}"
     limit = ratio({"x": pair.other.get("limit_to_target_seconds")}, {"x": theirs}, "x")
     if limit is None:
         return text + "."
     return f"{text}. The limit is {1 - limit:.1%} less: {pair.other_name}'s tokens with all devices busy and no byte moved."
-
-
-def _after(seconds: float | None) -> str:
-    return f"does after {seconds:.1f} s" if measured(seconds) else "does not either"
 
 
 def _difference(mine: float, theirs: float) -> str:
@@ -185,18 +188,26 @@ def _worse(report: Report, pair: Pair) -> str:
     for key, what, more in JUDGED:
         a, b = pair.ours.get(key), pair.other.get(key)
         if measured(a) and measured(b):
-            if abs(a - b) > ALIKE * abs(b):
+            if abs(a - b) > ALIKE * abs(b) and not (key.endswith("_share") and percent(a) == percent(b)):
                 kind = better if (a > b) == more else worse
                 kind.append(f"{what} {_change(a, b, key)}{_certain(report, pair, key)}")
         elif measured(a) and key == "time_to_target_seconds":
-            better.append(f"{what} ({pair.other_name} does not get there)")
+            better.append(f"{what} ({_stays_away(pair.other_name, pair.other)})")
         elif measured(b) and key == "time_to_target_seconds":
-            worse.append(f"{what} ({pair.name} does not get there)")
+            worse.append(f"{what} ({_stays_away(pair.name, pair.ours)})")
+    mine, theirs = reached(pair.ours), reached(pair.other)
+    if mine.seeds * theirs.of != theirs.seeds * mine.of and (mine.some or theirs.some):
+        kind = better if mine.seeds * theirs.of > theirs.seeds * mine.of else worse
+        kind.append(f"seeds that reach the target {mine} instead of {theirs}")
     text = f"Worse than {pair.other_name}: {listed(worse)}. Better: {listed(better)}."
     tokens = ratio(pair.ours, pair.other, "tokens")
     if tokens is not None and abs(tokens - 1) > UNEQUAL_TOKENS:
         text += f" Final figures are not at equal tokens: {pair.name} trained {tokens:.3f} of {pair.other_name}'s."
     return text
+
+
+def _stays_away(name: str, method: Method) -> str:
+    return f"{name} gets there with {reached(method)} seeds only" if reached(method).some else f"{name} does not get there"
 
 
 def _change(mine: float, theirs: float, key: str) -> str:
@@ -237,7 +248,8 @@ def _ours_later(report: Report) -> list[str]:
     for name, method in report["methods"].items():
         change = ratio(method, reference, "time_to_target_seconds")
         if is_ours(name) and (change is None or change > 1 + ALIKE):
-            late.append(f"{name} ({signed(change) if change else 'not at all'})")
+            partly = f"with {reached(method)} seeds only" if reached(method).some else "not at all"
+            late.append(f"{name} ({signed(change) if change else partly})")
     return [f"Later at the target than {REFERENCE}: {listed(late)}."] if late else []
 
 
@@ -256,6 +268,10 @@ def _worth(report: Report) -> list[str]:
     lines = []
     if len(report["seeds"]) == 1:
         lines.append("One seed: how far the figures scatter is not known.")
+    left_out = [f"{listed(names)} ({name})" for name, m in report["methods"].items()
+                if "is" not in m and (names := list(m.get("sites_without_work") or ()))]  # fmt: skip
+    if left_out:
+        lines.append(f"Sites that never trained, and are not in the idle shares: {listed(left_out)}.")
     overrun = [name for name, m in report["methods"].items() if (m.get("emulation_overrun_share") or 0.0) > MAX_OVERRUN_SHARE]
     if overrun:
         lines.append(f"Emulated speeds were not kept (overrun above 1%), so the idle figures are not valid: {listed(overrun)}.")
