@@ -15,6 +15,8 @@ Decisions:
 - A member lost to an exchange, too late, or whose contribution was refused by rule, is left out for a few rounds, doubling
   until it contributes; but never if the plan then lacked a quorum or `min_peers`.
 - A reign ends when a quorum was not heard for a lease, when an update could not be recovered, or after `max_attempts`.
+- It ends as well once a round is committed that somebody else may have committed before, if that round changes the view: those
+  who elected this leader are then not the voters, who may have gone on without it.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Leading:
         self.rollback: Rollback | None = None    # what an operator wants next
         self.rolled_back_at = float("-inf")      # since when the peers make the earlier state, if that was the last round
         self.chosen: Update | None = None
+        self.recovering = won.held is not None   # what is committed next is a predecessor's, who may have committed it
         if won.held is not None:
             self._recover(won)
         else:
@@ -102,11 +105,11 @@ class Leading:
         held = self.won.held
         assert held is not None
         self.act_at = self.s.now + self.s.timing.retry_seconds
-        self.member.want(self._own(held), (self.s.term, self.attempt), tuple(p for p in self.won.sources if p != self.s.me))
+        self.member.want(self._own(held), (self.term, self.attempt), tuple(p for p in self.won.sources if p != self.s.me))
 
     def _own(self, held: Held) -> Held:
         """A predecessor's record under this term and attempt."""
-        return replace(held, term=self.s.term, attempt=self.attempt) if self.s.rules.on("held_again") else held
+        return replace(held, term=self.term, attempt=self.attempt) if self.s.rules.on("held_again") else held
 
     def on_held(self) -> None:
         """What `member.want` asked for is held here now."""
@@ -131,12 +134,12 @@ class Leading:
         self.opened_at = self.held_at = self.s.now
         self.stage = "open"
         self._push(own)
-        self.on_report(self.s.me, HeldReport(own.update.round, self.s.term, self.attempt, own.plan, own.update))
+        self.on_report(self.s.me, HeldReport(own.update.round, self.term, self.attempt, own.plan, own.update))
 
     def _push(self, held: Held, to: tuple[PeerId, ...] = ()) -> None:
         """Tell voters that have not reported to hold what this leader holds."""
         s = self.s
-        message = HoldAgain(held.update.round, s.term, self.attempt, held)
+        message = HoldAgain(held.update.round, self.term, self.attempt, held)
         for peer in to or tuple(peer for peer in s.view if self.reports.get(peer, (0,))[0] != self.attempt):
             if peer != s.me:
                 s.send(peer, message)
@@ -202,7 +205,7 @@ class Leading:
         self.act_at = s.now + 30 * s.timing.retry_seconds
         previous = self.previous if self.previous is not None and self.previous.round == s.round + 1 else None
         s.out.append(
-            NeedPlan(s.round + 1, self.attempt + 1, s.term, s.log.digest, tuple(members), previous, self.gather)
+            NeedPlan(s.round + 1, self.attempt + 1, self.term, s.log.digest, tuple(members), previous, self.gather)
         )
 
     def _plannable(self, members: list[PeerId]) -> bool:
@@ -251,7 +254,7 @@ class Leading:
     def _hold_without_bits(self, voters: tuple[PeerId, ...], rollback: Rollback | None = None) -> None:
         s = self.s
         update = Update(s.round + 1, s.log.digest, "gather", (), (), voters, digest_bytes(), 0, rollback)
-        self._hold_again(Held(s.term, self.attempt, b"", update))
+        self._hold_again(Held(self.term, self.attempt, b"", update))
 
     def _let_leave(self) -> bool:
         """If voters want to leave and the others are no quorum: an update without bits, held by all, that lets them go."""
@@ -272,7 +275,7 @@ class Leading:
         if plan is None:
             self.stage, self.waiting, self.act_at = "collect", reason, s.now + s.timing.retry_seconds
             return None
-        if (plan.round, plan.term, plan.attempt, plan.base) != (s.round + 1, s.term, self.attempt + 1, s.log.digest):
+        if (plan.round, plan.term, plan.attempt, plan.base) != (s.round + 1, self.term, self.attempt + 1, s.log.digest):
             return None
         if s.rules.on("plan_has_quorum") and not s.quorum(plan.peers):
             self.stage, self.waiting = "collect", "a plan whose members are a quorum"
@@ -367,12 +370,12 @@ class Leading:
     # -------------------------------------------------------------- held reports
 
     def _holds_newest(self, held: Held | None) -> bool:
-        return held is not None and self.stage == "open" and held.rank == (self.s.term, self.attempt)
+        return held is not None and self.stage == "open" and held.rank == (self.term, self.attempt)
 
     def on_report(self, sender: PeerId, report: HeldReport) -> None:
         """A peer holds an update. Commit when a quorum of the view before it holds the same one, of the newest attempt."""
         s = self.s
-        if report.term != s.term or report.round != s.round + 1:
+        if report.term != self.term or report.round != s.round + 1:
             return
         if report.attempt != self.attempt and s.rules.on("newest_attempt"):
             return
@@ -429,7 +432,7 @@ class Leading:
             return
         seal = max(sources, key=lambda seal: (len(sources[seal]), seal))
         plan = b"" if self.plan is None else self.plan.digest
-        held = Held(self.s.term, self.attempt, plan, updates[seal])
+        held = Held(self.term, self.attempt, plan, updates[seal])
         self.member.want(held, held.rank, tuple(sources[seal]))
 
     def _unequal(self, by_seal: dict[bytes, list[PeerId]]) -> None:
@@ -463,7 +466,7 @@ class Leading:
                 self.rollback = None
         self.doubted |= dict.fromkeys(odd, self.s.now)
         self.attempt = self.failures = self.unequal = 0
-        self.gather, self.previous, self.chosen = False, None, None
+        self.gather, self.previous, self.chosen, self.recovering = False, None, None, False
         self.reports, self.overtaken_at = {}, float("inf")
         self.collect()
 

@@ -268,6 +268,7 @@ class Replica:
 
     def _higher(self, term: Term) -> None:
         self._won(self.election.heard_higher(term))
+        self._end_reign()  # at once: nothing more is done as the leader of a term that is past
 
     def _end_reign(self) -> None:
         """Leave the leader's part if this peer leads no more, or cannot go on leading."""
@@ -405,7 +406,7 @@ class Replica:
 
     def _advance(self, update: Update, by: str, term: Term) -> None:
         """`update` is committed: append it and begin the next round."""
-        s = self.s
+        s, voters = self.s, set(self.s.view)
         self.member.before_commit(update)
         try:
             s.log.append(update)
@@ -415,8 +416,21 @@ class Replica:
         s.out.append(ev.AppendCommit(update))
         odd = self._appended(update, by, term)
         if self.leading is not None:
-            self.leading.committed(odd)
+            mine = by == "leader" and not self.leading.recovering
+            if mine or set(s.view) == voters or not s.rules.on("elected_by_view"):
+                self.leading.committed(odd)
+            else:
+                self._stand_before_new_voters()
         self._next_offer()
+
+    def _stand_before_new_voters(self) -> None:
+        """The round that is committed now may have been committed long ago, and its voters may have gone on without this
+        leader: it leads them only if they elect it."""
+        if self.s.me in self.s.view:
+            self._won(self.election.stand())
+        else:
+            self.election.step_down(hold_back=False)
+        self._end_reign()
 
     def _appended(self, update: Update, by: str, term: Term | None) -> tuple[PeerId, ...]:
         """Returns the peers whose anchors were found to differ."""

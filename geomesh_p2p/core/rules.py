@@ -21,5 +21,6 @@ RULES: dict[str, str] = {
     "held_again": "A new leader has its predecessor's held update held again under its own term before it commits it.",
     "stop_lower_terms": "On seeing a higher term a peer stops sending contributions, parts and held reports of lower ones.",
     "identity_unit": "If a peer's state is lost or old, it takes a new identity. (peer: opening its folder)",
+    "elected_by_view": "Who commits a round that another may have committed before leads its voters only if they elect it.",
     "wait_quorum": "A leader needs the votes of a quorum of the whole newest view, however few are back.",
 }
