@@ -101,6 +101,17 @@ def inspect_run(
     return Resolved(config, origins), problems
 
 
+def value_of(key: str, text: str, origin: str) -> Any:
+    """`text` as the value of one key of a run file, checked for itself. Raises ConfigError."""
+    section, _, name = key.partition(".")
+    data: dict[str, Any] = {"run": {"id": "none"}}
+    data.setdefault(section, {})[name] = _from_text(key, text, origin)
+    config, problems = _validated(RunConfig, data, origin, {key: origin})
+    if config is None or problems:
+        raise ConfigError(_first(problems))
+    return getattr(getattr(config, section), name)
+
+
 def load_site(path: str | Path) -> SiteConfig:
     config, problems = inspect_site(path)
     if config is None or problems:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -16,13 +18,15 @@ import pytest
 
 from geomesh_p2p import cli
 from geomesh_p2p.errors import ConfigError
-from geomesh_p2p.lab.bench.command import TUNED, Request, _best, bench, table
+from geomesh_p2p.lab.bench import command
+from geomesh_p2p.lab.bench.claims import checked
+from geomesh_p2p.lab.bench.command import TUNED, Request, _best, _usual_target, bench, table
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
 from geomesh_p2p.lab.bench.report.tables import time_table, training_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.results import _spread
 from geomesh_p2p.lab.bench.settings import load_setting
-from tests.unit.bench_reports import BUDGET, DIGEST, report
+from tests.unit.bench_reports import BUDGET, DIGEST, outcomes, report
 from tests.unit.benching import place, run_config, setting
 
 # As in the interface of report.json, for `mesh` and `bench` alike, and for `bench` alone.
@@ -436,6 +440,72 @@ def test_what_is_no_report_is_a_users_mistake(text: str | None, tmp_path: Path) 
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(ConfigError, match="geomesh bench"):
         again(tmp_path)
+
+
+LEAST: dict[str, Any] = {"setting": "s", "setting_about": "", "parameters": 1, "budget_tokens": 1, "seeds": [1],
+                         "target_ppl": 5.0, "methods": {"diloco": {"engine": "virtual"}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LEAST)
+def test_a_report_that_lacks_something_is_damaged_and_says_what(key: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({name: value for name, value in LEAST.items() if name != key}))
+    with pytest.raises(ConfigError, match=f"has no {key}: it is damaged, or of another version") as caught:
+        again(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": {}}, "has no methods"),
+        ({"methods": {"diloco": 3}}, "has no engine of diloco"),
+        ({"seeds": 3}, "has no seeds"),
+        ({}, "cannot be read as a report"),
+        ({"sites": [{"name": "near"}], "methods": {"diloco": {"engine": "virtual", "curves": []}}}, "cannot be read"),
+    ],
+)
+def test_a_report_that_is_damaged_within_is_a_users_mistake(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({**LEAST, **changes}))
+    assert cli.main(["bench", "configs/quickstart.toml", "--report-only", "--check", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 1
+
+
+def test_what_is_no_number_is_null_in_the_file_and_a_dash_on_the_page(tmp_path: Path) -> None:
+    found = report(tmp_path, {"diloco": 10.0, "geomesh": float("nan")}, (1, 2))
+    found["methods"]["geomesh"]["wan_idle_share"] = float("inf")
+    write(tmp_path, found)
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert read["methods"]["geomesh"]["final_ppl"] is None
+    assert read["methods"]["geomesh"]["final_ppl_by_seed"] == [None, None]
+    assert read["methods"]["geomesh"]["curves"][0]["val_ppl"][-1] is None
+    assert "nan" not in (tmp_path / "report.md").read_text()
+    assert again(tmp_path) == read
+    assert checked(read)[1] is False
+    table(read)
+
+
+def test_without_a_number_of_the_reference_the_target_is_what_all_reach(tmp_path: Path) -> None:
+    ends_at = {"diloco": math.nan, "geomesh": 10.0}
+    lost, fine = outcomes(tmp_path, ends_at, (1,), setting())
+    assert _usual_target([fine]) == min(fine.curve.val_ppl)
+    assert _usual_target([lost, fine]) == 100.0
+    nothing = replace(lost, curve=replace(lost.curve, val_ppl=(float("nan"),) * len(lost.curve.val_ppl)))
+    assert math.isnan(_usual_target([nothing]))
+
+
+def test_seeds_that_are_given_twice_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def played(queue: Any, *_: Any) -> Any:
+        return [one for job in queue for one in outcomes(tmp_path, {job.method.name: 10.0}, (job.seed,), setting())]
+
+    monkeypatch.setattr(command, "play_all", played)
+    found = bench(run_config(tmp_path), Request(setting_file(tmp_path), ("diloco",), (2, 1, 2), BUDGET, out=tmp_path / "out"))
+    assert found["seeds"] == found["methods"]["diloco"]["seeds"] == [2, 1]
+    assert found["reference_wan_idle_share"] is None
 
 
 @pytest.mark.long

@@ -158,6 +158,66 @@ def test_a_region_that_the_matrix_lacks_is_named(tmp_path: Path) -> None:
         _ = setting.rtts
 
 
+TWO = {"a": "x", "b": "y"}
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ('pairs = [{ between = ["a", "nobody"] }]', "links.pairs name 'nobody', which is neither a site nor a region"),
+        ('pairs = [{ between = ["a", ""] }]', "links.pairs name ''"),
+        ('pairs = [{ between = ["a", "a"] }]', "a way from 'a' to itself"),
+        ('pairs = [{ between = ["a", "b"] }, { between = ["b", "a"] }]', "'b' and 'a' twice"),
+        ('[[changes]]\nbegins_share = 0.6\nends_share = 0.5\nsite = "a"', "begins_share = 0.6 must be below ends_share = 0.5"),
+        ("[[changes]]\nbegins_share = 0.1\nends_share = 0.5", "names nothing that changes"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nsite = "x"', "changes name 'x', which is a region: name"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nbetween = ["a", "y"]', "changes name 'y', which is a region"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nbetween = ["a", ""]', "changes name '', which is no site"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nbetween = ["a", "a"]', "a way from 'a' to itself"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nsite = "a"\nrate = 0.5', "rate is that of a way"),
+        ('[[changes]]\nbegins_share = 0.1\nends_share = 0.5\nbetween = ["a", "b"]\nspeed = 0.5', "speed is that of a site"),
+    ],
+)
+def test_a_setting_that_says_what_cannot_be_is_refused_in_one_line(links: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        own(tmp_path, TWO, links)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path / "mine.toml"))
+    assert "Value error" not in str(caught.value)
+
+
+def test_a_region_may_have_links_of_its_own(tmp_path: Path) -> None:
+    setting = own(tmp_path, {"a": "x", "b": "x"}, 'pairs = [{ between = ["x", "x"], mbps = 3 }]')
+    assert setting.rates[0, 1] / MBPS == pytest.approx(3)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "soon"])
+def test_a_round_trip_that_is_no_time_is_refused(value: str, tmp_path: Path) -> None:
+    setting = own(tmp_path, TWO, 'rtt_ms_file = "rtt.csv"')
+    (tmp_path / "rtt.csv").write_text(f"src,x,y\nx,0,{value}\ny,10,0\n")
+    with pytest.raises(ConfigError, match=rf"rtt\.csv: not a matrix of round trips in ms \(.*{value}"):
+        _ = setting.rtts
+
+
+def test_files_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    setting = own(tmp_path, TWO, 'rtt_ms_file = "rtt.csv"')
+    (tmp_path / "rtt.csv").write_bytes(b"src,x,\xff")
+    with pytest.raises(ConfigError, match=r"rtt\.csv: not a matrix"):
+        _ = setting.rtts
+    (tmp_path / "mine.toml").write_bytes(b'about = "\xff"')
+    with pytest.raises(ConfigError, match="line 1 is not UTF-8"):
+        load_setting(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_share_that_no_rates_lead_to_is_refused(share: int, tmp_path: Path) -> None:
+    own(tmp_path, TWO, "")
+    text = (tmp_path / "mine.toml").read_text().replace("stands_for_parameters = 1e6", f"reference_wan_idle_share = {share}.0")
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match="reference_wan_idle_share: "):
+        load_setting(str(tmp_path / "mine.toml"))
+
+
 def test_a_name_close_to_a_shipped_one() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'azur4' \(did you mean azure4\?\): azure4, azure8, drift, "):
         load_setting("azur4")

@@ -12,9 +12,11 @@ import pytest
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.ahead import goes_on
 from geomesh_p2p.core.plan import AHEAD_SHARE
+from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.asynchronous import _best_connected, race
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS, Method, method_of
+from geomesh_p2p.lab.bench.results import limit_seconds
 from geomesh_p2p.lab.bench.runner import jobs, varied, world_of
 from geomesh_p2p.lab.bench.settings import Setting, load_setting, shipped
 from geomesh_p2p.lab.bench.timeline import Round, idle_shares
@@ -169,9 +171,91 @@ def test_variations_are_methods_with_names_of_their_own() -> None:
     assert varied([METHODS["diloco"]], []) == [METHODS["diloco"]]
 
 
-def test_a_name_that_is_not_one_is_answered_with_the_nearest() -> None:
-    from geomesh_p2p.errors import ConfigError
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["foo.bar=1"], "unknown key foo.bar"),
+        (["outer.foo=1"], "unknown key outer.foo"),
+        (["outer.momentun=1"], r"did you mean outer.momentum\?"),
+        (["outer.momentum=2"], "outer.momentum = 2.0: should be less than or equal to 1"),
+        (["outer.momentum=abc"], 'outer.momentum = "abc": should be a valid number'),
+        (["outer.momentum=NaN"], "outer.momentum = NaN: "),
+        (["outer.momentum=,"], "give section.key=value,value"),
+        (["outer.momentum=0.5,"], "give section.key=value,value"),
+        (["outer.momentum=0.5", "outer.momentum=0.6"], "outer.momentum is given twice"),
+        (["planner.fixed={"], "not valid JSON"),
+        (["run.seed=1,2"], "run.seed cannot be varied: .*--seeds"),
+        (["run.target_ppl=4"], "run.target_ppl cannot be varied"),
+        (["model.layers=1,2"], "model.layers cannot be varied: one model"),
+        (["dataset.shuffle=false"], "dataset.shuffle cannot be varied"),
+        (["net.streams=4"], "net.streams cannot be varied: .*--engine real"),
+    ],
+)
+def test_a_variation_that_is_wrong_is_a_users_mistake(asked: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--vary .*{said}") as caught:
+        varied([METHODS["diloco"]], asked)
+    assert "\n" not in str(caught.value)
 
+
+def test_values_that_are_the_same_are_one_and_brackets_hold_lists_together() -> None:
+    found = varied([METHODS["diloco"]], ["outer.momentum=1e-1,0.1,0.10", "inner.betas=[0.9,0.95],[0.9,0.99]"])
+    assert [method.name for method in found] == [
+        "diloco[momentum=1e-1,betas=[0.9,0.95]]", "diloco[momentum=1e-1,betas=[0.9,0.99]]"
+    ]  # fmt: skip
+    assert found[1].run_config(SMALL, load_setting("paper"), 10**6).inner.betas == (0.9, 0.99)
+    both = varied([METHODS["diloco"]], ["inner.learning_rate=0.1", "outer.learning_rate=0.1"])
+    assert both[0].name == "diloco[inner.learning_rate=0.1,outer.learning_rate=0.1]"
+    assert varied([METHODS["diloco"]], ["net.streams=4"], real=True)[0].changes["net"] == {"streams": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("diloco", "planner.overlap=delayed", 'planner.overlap = "delayed" needs planner.mode = "planned"'),
+        ("geomesh", "outer.momentum=1", "outer.momentum = 1.0 must be below 1"),
+        ("geomesh", "inner.warmup_tokens=2000000", "inner.warmup_tokens = 2000000 must be below inner.total_tokens"),
+    ],
+)
+def test_a_variation_is_checked_with_the_rest_of_its_methods_configuration(name: str, asked: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--vary: {name}.*{said}"):
+        jobs(SMALL, load_setting("paper"), varied([METHODS[name]], [asked]), [1], 10**6)
+
+
+def test_a_negative_seed_is_one_as_in_a_run_file() -> None:
+    noisy = setting(links={"most_mbps": 8, "jitter_share": 0.2})
+    ends = [[s.ends for s in job.stages()] for job in jobs(SMALL, noisy, [METHODS["diloco"]], [-1, 1], 10 * 16 * 128)]
+    assert ends[0] != ends[1]
+
+
+def test_calibration_that_does_not_get_there_is_refused_and_what_it_came_to_is_known() -> None:
+    unknown = {"stands_for_parameters": None, "reference_wan_idle_share": 0.3}
+    world = world_of(SMALL, setting(**unknown), 10**6)
+    assert world.reference_wan_idle_share == pytest.approx(0.3, abs=1e-3)
+    alone = setting(sites=[place("only", 0.1)], links={}, **unknown)
+    with pytest.raises(ConfigError, match=r"setting small: reference_wan_idle_share = 0.3 is not reached.* 0\.01"):
+        world_of(SMALL, alone, 10**6)
+    far = setting(links={"pairs": [{"between": ["far", "near"], "mbps": 8, "rtt_ms": 60_000}]}, **unknown)
+    with pytest.raises(ConfigError, match=r"is not reached.* 0\.9"):
+        world_of(SMALL, far, 10**6)
+
+
+@pytest.mark.parametrize("name", ["diloco", "geomesh", "async", "ddp"])
+def test_no_method_is_faster_than_the_limit_where_a_change_speeds_sites_up(name: str) -> None:
+    changes = [
+        {"site": "near", "speed": 6.0, "begins_share": 0.0, "ends_share": 1.0},
+        {"site": "far", "speed": 3.0, "begins_share": 0.2, "ends_share": 0.8},
+        {"site": "far", "speed": 2.0, "begins_share": 0.5, "ends_share": 0.9},
+    ]
+    where = setting(changes=changes, links={"most_mbps": 1000})
+    assert [where.best_speed(site) for site in where.names] == [6.0, 6.0]
+    slower = setting(changes=[{"site": "far", "speed": 0.5, "begins_share": 0.0, "ends_share": 1.0}])
+    assert [slower.best_speed(site) for site in slower.names] == [0.5, 1.0]
+    (job,) = jobs(SMALL, where, [METHODS[name]], [1], 40 * 16 * 128)
+    stages = job.stages()
+    assert stages[-1].ends >= limit_seconds(where, job.run, sum(stage.tokens for stage in stages))
+
+
+def test_a_name_that_is_not_one_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean geomesh"):
         method_of("geomsh")
     with pytest.raises(ConfigError, match="did you mean paper"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from geomesh_p2p.core.types import BatchTime, Profile
+from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.settings import Array, Setting
 
 SMALLEST_SCALE, LARGEST_SCALE = 1e-9, 1e9
+MAX_SHARE_OFF = 0.01
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class World:
     setting: Setting
     rate_scale: float = 1.0
     seed: int = 0
+    reference_wan_idle_share: float | None = None
+    """What the reference waits for links with it, where the scale was found by that."""
 
     def profiles(self) -> tuple[Profile, ...]:
         """What each site would find at the start; site names stand for peer ids."""
@@ -44,7 +49,8 @@ class World:
                     rates[j, i] *= change.rate
         rtts = setting.rtts
         if setting.links.jitter_share:
-            noise = np.random.default_rng((self.seed, round)).normal(size=(2, *rates.shape)) * setting.links.jitter_share
+            drawn = np.random.default_rng((self.seed % 2**64, round)).normal(size=(2, *rates.shape))
+            noise = drawn * setting.links.jitter_share
             rates, rtts = rates * np.exp(noise[0]), rtts * np.exp(np.abs(noise[1]))
         return Moment(setting, speeds, rates, rtts)
 
@@ -69,13 +75,21 @@ class Moment:
         return 0.0 if source == target else size / float(self.rates[source, target]) + float(self.rtts[source, target]) / 2
 
 
-def calibrated(world: World, wan_idle_share: object, wanted: float) -> World:
-    """Rates scaled until `wan_idle_share(world)`, which falls as rates rise, is `wanted`, to 0.01%."""
+def calibrated(world: World, wan_idle_share: Callable[[World], float], wanted: float) -> World:
+    """Rates scaled, to 0.01%, until `wan_idle_share(world)`, which falls as rates rise, is `wanted`. Raises ConfigError if it
+    never is, as with a single site, or with round trips that take longer than that."""
     low, high = SMALLEST_SCALE, LARGEST_SCALE
     while high > low * 1.0001:
         middle = math.sqrt(low * high)
-        if wan_idle_share(replace(world, rate_scale=middle)) > wanted:  # type: ignore[operator]
+        if wan_idle_share(replace(world, rate_scale=middle)) > wanted:
             low = middle
         else:
             high = middle
-    return replace(world, rate_scale=high)
+    found = replace(world, rate_scale=high)
+    came_to = wan_idle_share(found)
+    if abs(came_to - wanted) > MAX_SHARE_OFF:
+        raise ConfigError(
+            f"setting {world.setting.name}: reference_wan_idle_share = {wanted:g} is not reached, whatever the rates; the"
+            f" nearest is {came_to:.4f}: change it or the round trips, or give stands_for_parameters instead"
+        )
+    return replace(found, reference_wan_idle_share=came_to)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of
-from geomesh_p2p.lab.bench.report.figures import measured, number, reached
+from geomesh_p2p.lab.bench.report.figures import finite, measured, number, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
@@ -46,9 +47,10 @@ class Request:
 
 def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     """Runs what is missing, writes its report (report/pages.py) and returns it. Raises ConfigError."""
+    request = replace(request, seeds=tuple(dict.fromkeys(request.seeds)))
     setting = load_setting(request.setting)
     names = [part for name in request.methods for part in _GROUPS.get(name, (name,))]
-    methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary)
+    methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary, request.engine == "real")
     reference = setting.reference_round_sequences * base.model.sequence_length
     if request.tokens < reference:
         raise ConfigError(f"--tokens {request.tokens}: less than one round of the setting, {reference} tokens")
@@ -69,9 +71,10 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         "budget_tokens": request.tokens,
         "reference_round_tokens": reference,
         "rate_scale": queue[0].world.rate_scale,
+        "reference_wan_idle_share": queue[0].world.reference_wan_idle_share,
         "stands_for_parameters": queue[0].volume().parameters / queue[0].world.rate_scale,
     }
-    report = summary(setting, request.seeds, targets, outcomes, about)
+    report: dict[str, Any] = finite(summary(setting, request.seeds, targets, outcomes, about))
     if set(TUNED_LENGTHS) <= set(report["methods"]):
         report["methods"][TUNED] = _best(report["methods"])
     write(request.out, report)
@@ -80,10 +83,13 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
 
 
 def _usual_target(outcomes: Sequence[Outcome]) -> float:
-    """Of one seed, without run.target_ppl: a little above what the reference ends with; without it, what every method
-    reaches."""
+    """Of one seed, without run.target_ppl: a little above what the reference ends with; without it, or where that is no number,
+    what every method reaches. Where nothing was ever a number, neither is this, and nobody reaches it."""
     finals = [one.curve.val_ppl[-1] for one in outcomes if one.method == REFERENCE]
-    return TARGET_ABOVE * finals[0] if finals else max(min(one.curve.val_ppl) for one in outcomes)
+    if finals and math.isfinite(finals[0]):
+        return TARGET_ABOVE * finals[0]
+    known = [[ppl for ppl in one.curve.val_ppl if math.isfinite(ppl)] for one in outcomes]
+    return max((min(curve) for curve in known if curve), default=math.nan)
 
 
 def _best(methods: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +138,8 @@ def table(report: Mapping[str, Any]) -> str:
     lines = ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
     seeds = ", ".join(str(seed) for seed in report["seeds"])
     head = (
-        f"setting {report['setting']}, {report['parameters']:,} parameters, {report['budget_tokens']:,} tokens, seeds {seeds}; "
+        f"setting {report['setting']}, {number(report['parameters'], ',')} parameters, "
+        f"{number(report['budget_tokens'], ',')} tokens, seeds {seeds}; "
         f"target perplexity {number(report['target_ppl'], '.3f')}; "
         f"{' and '.join(sorted({figures['engine'] for figures in report['methods'].values()}))} time"
     )

@@ -21,7 +21,8 @@ Kind = Literal["rounds", "gradients", "async"]
 class Method:
     """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds, `longest` what
     it may grow to where the exchange takes long; `speed_steps`: inner steps follow each site's speed, at the reference's
-    batch; `frozen`: the first plan stands for the whole run; `rate_share`: its inner learning rate, of the run file's."""
+    batch; `frozen`: the first plan stands for the whole run; `rate_share`: its inner learning rate, of the run file's;
+    `varied`: keys of the run file that were changed on demand."""
 
     name: str
     about: str
@@ -32,6 +33,7 @@ class Method:
     speed_steps: bool = False
     frozen: bool = False
     rate_share: float = 1.0
+    varied: tuple[str, ...] = ()
 
     def run_config(self, run: RunConfig, setting: Setting, total_tokens: int) -> RunConfig:
         """The run file's configuration for this method under `setting`, trained on `total_tokens`."""

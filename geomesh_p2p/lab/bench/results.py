@@ -65,8 +65,9 @@ def fastest_site(setting: Setting) -> str:
 
 
 def limit_seconds(setting: Setting, run: RunConfig, tokens: int) -> float:
-    """The least time for `tokens`: every device at its best rate without a pause, no byte moved."""
-    rate = sum(site.best_rate for site in setting.sites)
+    """The least time for `tokens`: every device at its best rate, and at the best speed that the setting's changes give it at
+    any time, without a pause; no byte moved."""
+    rate = sum(site.best_rate * setting.best_speed(site.name) for site in setting.sites)
     return tokens / run.model.sequence_length / rate
 
 

@@ -5,12 +5,11 @@ What is trained is kept; run again, the same command goes on from there.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,6 +29,7 @@ from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import ALL, Round, Stage, gradient_rounds, rounds
 from geomesh_p2p.lab.bench.trajectory import Point, trained
 from geomesh_p2p.lab.whatif import layout_from_files, volume_of
+from geomesh_p2p.loading import run_problems, value_of
 
 VALIDATE_SHARE = 0.9       # of a reference round's tokens between two validations: after every round, and of as many tokens
 GRADIENT_STEPS = 16        # between two validations, at least
@@ -94,6 +94,8 @@ def jobs(
     """By seed first, so that a matrix that is stopped has whole comparisons."""
     world = world_of(base, setting, budget_tokens)
     configs = [(method, method.run_config(base, setting, budget_tokens)) for method in methods]
+    for method, run in configs:
+        _refuse_what_contradicts(method, run)
     return [
         Job(method, seed, _with_seed(run, seed), replace(world, seed=seed), budget_tokens, choice_items)
         for seed in seeds
@@ -105,31 +107,67 @@ def _with_seed(run: RunConfig, seed: int) -> RunConfig:
     return run.model_copy(update={"run": run.run.model_copy(update={"seed": seed})})
 
 
-def varied(methods: Sequence[Method], variations: Sequence[str]) -> list[Method]:
+OF_ALL = {
+    "run": "it is of the whole comparison: see --seeds, --tokens and --run.target_ppl",
+    "model": "one model is compared, whose size the links are scaled to: use a run file and --out for each",
+    "dataset": "all are trained on the same data: use a run file and --out for each",
+    "save": "it changes nothing that is compared",
+    "metrics": "it changes nothing that is compared",
+}
+"""Sections of the run file that cannot be varied, and why."""
+
+
+def varied(methods: Sequence[Method], variations: Sequence[str], real: bool = False) -> list[Method]:
     """Each method with every combination of `section.key=value,value,...`. Raises ConfigError."""
-    axes = []
+    axes: dict[str, list[tuple[str, Any]]] = {}
     for text in variations:
         key, _, listed = text.partition("=")
-        section, _, name = key.partition(".")
-        if not (section and name and listed):
+        texts = _split(listed)
+        if not all((*key.partition("."), *texts)):
             raise ConfigError(f"--vary {text!r}: give section.key=value,value,...")
-        axes.append([(section, name, _value(value)) for value in listed.split(",")])
-    found = []
-    for method in methods:
-        for values in product(*axes):
-            changes = dict(method.changes)
-            for section, name, value in values:
-                changes[section] = {**changes.get(section, {}), name: value}
-            label = ",".join(f"{name}={value}" for _, name, value in values)
-            found.append(replace(method, name=f"{method.name}[{label}]" if label else method.name, changes=changes))
-    return found
+        if key in axes:
+            raise ConfigError(f"--vary {text}: {key} is given twice: give all its values in one list")
+        axes[key] = []
+        for one in texts:
+            value = value_of(key, one, f"--vary {text}")
+            if value not in [known for _, known in axes[key]]:
+                axes[key].append((one, value))
+        section = key.partition(".")[0]
+        if section in OF_ALL:
+            raise ConfigError(f"--vary {text}: {key} cannot be varied: {OF_ALL[section]}")
+        if section == "net" and not real:
+            raise ConfigError(f"--vary {text}: {key} cannot be varied: virtual time has no network: use --engine real")
+    return [_with(method, dict(zip(axes, values, strict=True))) for method in methods for values in product(*axes.values())]
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def _with(method: Method, values: Mapping[str, tuple[str, Any]]) -> Method:
+    """`values` by key, as they are written and as they are. Names say the last part of the key where that says which it is."""
+    changes, label, names = dict(method.changes), list[str](), [key.partition(".")[2] for key in values]
+    for key, (text, value) in values.items():
+        section, _, name = key.partition(".")
+        changes[section] = {**changes.get(section, {}), name: value}
+        label.append(f"{name if names.count(name) == 1 else key}={text}")
+    called = f"{method.name}[{','.join(label)}]" if label else method.name
+    return replace(method, name=called, changes=changes, varied=tuple(values))
+
+
+def _split(listed: str) -> list[str]:
+    """At commas outside of brackets."""
+    found, depth = [""], 0
+    for letter in listed:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [text.strip() for text in found]
+
+
+def _refuse_what_contradicts(method: Method, run: RunConfig) -> None:
+    """What was varied, by the checks of a run file as a whole."""
+    for keys, problem in run_problems(run):
+        if set(keys) & set(method.varied):
+            raise ConfigError(f"--vary: {method.name}: {problem}")
 
 
 # ---------------------------------------------------------------- the queue

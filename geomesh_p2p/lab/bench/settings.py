@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import difflib
 import math
-import tomllib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from geomesh_p2p.config import Section
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.loading import read_toml
 
 SHIPPED = Path(__file__).parent / "settings"
 Array = npt.NDArray[np.float64]
@@ -83,6 +83,18 @@ class Change(Section):
     between: tuple[str, str] | None = None
     rate: PositiveFloat = 1.0
 
+    @model_validator(mode="after")
+    def _changes_something(self) -> Change:
+        if self.begins_share >= self.ends_share:
+            raise ValueError(f"begins_share = {self.begins_share:g} must be below ends_share = {self.ends_share:g}")
+        if not self.site and self.between is None:
+            raise ValueError("names nothing that changes: give a site and its speed, or between and its rate")
+        if self.speed != 1 and not self.site:
+            raise ValueError("speed is that of a site: name it")
+        if self.rate != 1 and self.between is None:
+            raise ValueError("rate is that of a way: give the two sites that it is between")
+        return self
+
 
 class Setting(Section):
     name: str
@@ -94,7 +106,7 @@ class Setting(Section):
     stands_for_parameters: PositiveFloat | None = None
     """Rates are for a model of so many parameters: a smaller one gets proportionally slower links, so that the ratio of
     transfer to compute stays."""
-    reference_wan_idle_share: Share | None = None
+    reference_wan_idle_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Instead: rates are scaled until the reference waits for the links for this share of its time."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0)
     """Price of bytes that leave a site's region; None: not known."""
@@ -112,12 +124,31 @@ class Setting(Section):
             raise ValueError("sites: order them by name")
         if (self.stands_for_parameters is None) == (self.reference_wan_idle_share is None):
             raise ValueError("give either stands_for_parameters or reference_wan_idle_share")
-        known = {*names, *(site.region for site in self.sites)}
-        said = [name for pair in self.links.pairs for name in pair.between]
-        said += [name for change in self.changes for name in (change.site, *(change.between or ())) if name]
-        if unknown := [name for name in said if name not in known]:
-            raise ValueError(f"links or changes name {unknown[0]!r}, which is neither a site nor a region")
+        regions = {site.region for site in self.sites if site.region}
+        pairs = [pair.between for pair in self.links.pairs]
+        if unknown := [name for pair in pairs for name in pair if name not in {*names, *regions}]:
+            raise ValueError(f"links.pairs name {unknown[0]!r}, which is neither a site nor a region")
+        changed = [name for change in self.changes for name in ((change.site,) if change.site else ()) + (change.between or ())]
+        if unknown := [name for name in changed if name not in names]:
+            what = "a region: name its sites" if unknown[0] in regions else "no site"
+            raise ValueError(f"changes name {unknown[0]!r}, which is {what}")
+        ways = [change.between for change in self.changes if change.between is not None]
+        # Between a region and itself are its sites.
+        if alone := [a for a, b in [*pairs, *ways] if a == b and a not in regions]:
+            raise ValueError(f"links or changes have a way from {alone[0]!r} to itself")
+        if alone := [a for a, b in ways if a == b]:
+            raise ValueError(f"changes have a way from {alone[0]!r} to itself")
+        if twice := [pair for k, pair in enumerate(pairs) if set(pair) in [set(other) for other in pairs[:k]]]:
+            raise ValueError(f"links.pairs have {twice[0][0]!r} and {twice[0][1]!r} twice: a pair is both directions")
         return self
+
+    def best_speed(self, site: str) -> float:
+        """The highest that the changes leave a site at any time of a run, in terms of its own."""
+        mine = [change for change in self.changes if change.site == site]
+        moments = {0.0, *(share for change in mine for share in (change.begins_share, change.ends_share) if share < 1)}
+        return max(
+            math.prod(change.speed for change in mine if change.begins_share <= share < change.ends_share) for share in moments
+        )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -191,7 +222,7 @@ class Setting(Section):
             rows = list(csv.reader(path.open(encoding="utf-8")))
             columns = rows[0][1:]
             return {
-                (row[0], column): float(value)
+                (row[0], column): _milliseconds(value)
                 for row in rows[1:]
                 for column, value in zip(columns, row[1:], strict=True)
                 if value
@@ -201,6 +232,13 @@ class Setting(Section):
             raise ConfigError(f"{path}: not a matrix of round trips in ms ({error}): {wanted}") from None
 
 
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{text} is no time")
+    return value
+
+
 def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
@@ -208,16 +246,14 @@ def shipped() -> list[str]:
 def load_setting(name: str) -> Setting:
     """A setting that ships, by name, or one of your own, by path. Raises ConfigError."""
     path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
-    try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Setting.model_validate({**fields, "name": path.stem, "folder": str(path.parent)})
-    except FileNotFoundError:
+    if not path.exists():
         near = difflib.get_close_matches(name, shipped(), n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own")
+    fields = read_toml(path)
+    try:
+        return Setting.model_validate({**fields, "name": path.stem, "folder": str(path.parent)})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+        raise ConfigError(f"{path}: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None

@@ -151,7 +151,7 @@ def _notes(run: RunConfig, world: World, plan: Plan, figures: dict[str, Any], qu
     else:
         found.append(
             f"rates are {world.rate_scale:.3g} x those of the setting: with them its reference (equal work, fp32) waits for"
-            f" links {setting.reference_wan_idle_share:.1%} of its time"
+            f" links {world.reference_wan_idle_share:.1%} of its time"
         )
     found.append(
         f"a sequence is {run.model.sequence_length} tokens (model.sequence_length); the seconds it takes are the setting's, for"

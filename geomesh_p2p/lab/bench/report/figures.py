@@ -20,6 +20,15 @@ def measured(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def finite(value: Any) -> Any:
+    """As JSON can say it: null for a number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def ratio(method: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) -> float | None:
     a, b = method.get(key), (other or {}).get(key)
     return a / b if measured(a) and measured(b) and b else None

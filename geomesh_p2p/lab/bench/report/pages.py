@@ -13,7 +13,7 @@ from typing import Any
 
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.report.blocks import Block, Heading, Lines, Picture, Points, Text, html, markdown
-from geomesh_p2p.lab.bench.report.figures import measured
+from geomesh_p2p.lab.bench.report.figures import finite, measured
 from geomesh_p2p.lab.bench.report.setting import engines
 from geomesh_p2p.lab.bench.report.tables import (
     about,
@@ -32,6 +32,7 @@ Report = Mapping[str, Any]
 Pictures = Mapping[str, tuple[str, str]]
 FOLDER = "pictures"
 NO_PICTURES = "No pictures: matplotlib is not installed (pip install 'geomesh-p2p[bench]')."
+NEEDED = ("setting", "setting_about", "parameters", "budget_tokens", "seeds", "target_ppl", "methods")
 REPORT, MARKDOWN, HTML = "report.json", "report.md", "report.html"
 
 
@@ -58,7 +59,14 @@ def _drawn(report: Report) -> tuple[Pictures, Callable[[str], str]]:
 
 def write(folder: Path, report: Report) -> None:
     """report.json, report.md, report.html and the pictures that report.md shows, each whole or not at all."""
-    found = {REPORT: json.dumps(report, indent=1) + "\n", **pages(report)}
+    _put(folder, _texts(finite(report)))
+
+
+def _texts(report: Report) -> dict[str, str]:
+    return {REPORT: json.dumps(report, indent=1, allow_nan=False) + "\n", **pages(report)}
+
+
+def _put(folder: Path, found: Mapping[str, str]) -> None:
     for name, text in found.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,16 +79,36 @@ def again(folder: Path) -> dict[str, Any]:
     """Makes the pages anew from the report.json in `folder`. Raises ConfigError."""
     path = folder / REPORT
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        pages_of_it = report["methods"]
+        report = finite(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not there: run geomesh bench with --out {folder} first") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is not a report of geomesh bench") from None
-    if not isinstance(pages_of_it, dict):
-        raise ConfigError(f"{path} is not a report of geomesh bench")
-    write(folder, report)
-    return report
+    except ValueError:
+        raise ConfigError(f"{path} is not a report of geomesh bench: run geomesh bench with --out {folder} again") from None
+    again = f"it is damaged, or of another version of geomesh bench: run that again with --out {folder}"
+    if lacking := _lacking(report):
+        raise ConfigError(f"{path} has no {lacking}: {again}")
+    try:
+        found = _texts(report)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # A report that was written has had its pages made of it: what fails now was changed since, or made by other code.
+        raise ConfigError(f"{path} cannot be read as a report ({type(error).__name__}: {error}): {again}") from error
+    _put(folder, found)
+    return dict(report)
+
+
+def _lacking(report: Any) -> str:
+    """What of that which no report is without is not there; empty: nothing."""
+    if not isinstance(report, dict):
+        return NEEDED[0]
+    if lacking := next((key for key in NEEDED if key not in report), ""):
+        return lacking
+    methods = report["methods"]
+    if not isinstance(methods, dict) or not methods:
+        return "methods"
+    for name, method in methods.items():
+        if not isinstance(method, dict) or not isinstance(method.get("engine"), str):
+            return f"engine of {name}"
+    return "" if isinstance(report["seeds"], list) else "seeds"
 
 
 # ---------------------------------------------------------------- the page
@@ -109,7 +137,7 @@ READING = (
     "time to the target: seconds from the first inner step until the anchor's validation perplexity is at or below the target.",
     "waiting for slower sites: from its own last step to the last site's; for links: from then until the update is applied.",
     "shares are sums over sites and rounds, divided by the sums of their time; steady: from round 3 on.",
-    "limit: the same tokens with every device at its best rate and no byte moved. No method can be faster at equal tokens.",
+    "limit: the same tokens, all devices at their best rate (of all changes), no byte moved. No method is faster at equal tokens.",
     "figures are medians over seeds, smallest and largest in brackets.",
     "a figure is missing (-) unless more than half of the seeds reach it, and if the engine does not have it.",
     "bytes: payload, sent by all sites together; the ring is an fp32 ring all-reduce once a round (ddp: once a step).",

@@ -71,7 +71,10 @@ def _plain(report: Report) -> list[tuple[str, str, Figure | None]]:
 
 
 def _perplexity(report: Report) -> Figure | None:
-    methods = {name: m for name, m in methods_of(report).items() if any(len(curve["val_ppl"]) > 1 for curve in m["curves"])}
+    methods = {
+        name: m for name, m in methods_of(report).items()
+        if any(sum(measured(ppl) for ppl in curve["val_ppl"]) > 1 for curve in m["curves"])
+    }  # fmt: skip
     if not methods:
         return None
     looks, target = looks_of(report), report["target_ppl"]
@@ -80,7 +83,7 @@ def _perplexity(report: Report) -> Figure | None:
     for name, method in sorted(methods.items(), key=lambda item: is_ours(item[0])):      # ours are drawn over the others
         colour, dashes = looks[name]
         for axes, along, unit in ((left, "seconds", 1.0), (right, "tokens", 1e6)):
-            curves = [(np.array(c[along]) / unit, np.array(c["val_ppl"])) for c in method["curves"] if c["val_ppl"]]
+            curves = [(np.array(c[along]) / unit, _numbers(c["val_ppl"])) for c in method["curves"] if c["val_ppl"]]
             if len(curves) > 1:
                 for x, y in curves:
                     axes.plot(x, y, color=colour, linestyle=dashes, linewidth=0.7, alpha=0.5)
@@ -104,6 +107,10 @@ def _perplexity(report: Report) -> Figure | None:
     return figure
 
 
+def _numbers(values: Sequence[float | None]) -> Any:
+    return np.array([value if measured(value) else math.nan for value in values])
+
+
 def _median(curves: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Of all curves, as far as all of them go."""
     if len(curves) == 1:
@@ -116,7 +123,8 @@ def _median(curves: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 def _perplexity_scale(axes: Axes, methods: Mapping[str, Any], target: float | None) -> None:
     """Logarithmic; the first moments, which would take most of the height, are cut off."""
-    seen = [ppl for method in methods.values() for curve in method["curves"] for ppl in curve["val_ppl"] if ppl > 0]
+    told = [ppl for method in methods.values() for curve in method["curves"] for ppl in curve["val_ppl"]]
+    seen = [ppl for ppl in told if measured(ppl) and ppl > 0]
     low = min([*seen, *([target] if measured(target) else [])])
     high = max(seen)
     top = min(high, 5 * low) if high > 5 * low else high
