@@ -137,7 +137,7 @@ READING = (
     "time to the target: seconds from the first inner step until the anchor's validation perplexity is at or below the target.",
     "waiting for slower sites: from its own last step to the last site's; for links: from then until the update is applied.",
     "shares are sums over sites and rounds, divided by the sums of their time; steady: from round 3 on.",
-    "limit: the same tokens, all devices at their best rate (of all changes), no byte moved. No method is faster at equal tokens.",
+    "limit: the same tokens, all devices at their best rate (of all changes), no bytes. No method is faster at equal tokens.",
     "figures are medians over seeds, smallest and largest in brackets.",
     "a figure is missing (-) unless more than half of the seeds reach it, and if the engine does not have it.",
     "bytes: payload, sent by all sites together; the ring is an fp32 ring all-reduce once a round (ddp: once a step).",
