@@ -9,7 +9,8 @@ transports, slow donors, joiners, leavers. Half of the schedules then heal, and 
 (`Violation`), and again from the recorded histories (tests/mesh/checker.py). The exchange is abstract: a member has the
 update once the bytes of all contributions could have travelled to it; an update's body is a hash of what went into it.
 
-In every fourth schedule an operator also orders rollbacks.
+In every fourth schedule an operator also orders rollbacks. With --far-terms peers come back in terms far above the others',
+as after elections that nobody else heard of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -28,7 +30,7 @@ from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.canonical import Digest, digest_bytes
 from geomesh_p2p.core.replica import Replica, Settings
 from geomesh_p2p.core.rules import RULES
-from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rollback, Rules, Timing, Update
+from geomesh_p2p.core.types import BatchTime, Contribution, Founding, PeerId, Profile, Rollback, Rules, Term, Timing, Update
 from tests.injection.proof import injecting
 from tests.mesh.bulk import Bulk, Node
 from tests.mesh.checker import Violation, check_histories
@@ -53,8 +55,9 @@ class World(Bulk, Faults, Watch):
     """One schedule."""
 
     def __init__(
-        self, seed: int, off: frozenset[str] = frozenset(), bias: str = "", draw: int = 0, scripted: bool = True
-    ) -> None:
+        self, seed: int, off: frozenset[str] = frozenset(), bias: str = "", draw: int = 0, scripted: bool = True,
+        far_terms: bool = False,
+    ) -> None:  # fmt: skip
         self.seed, self.draw = seed, draw
         self.random = Random(f"{seed}/{draw}" if draw else seed)
         self.bias = bias or BIASES[seed % len(BIASES)]
@@ -95,6 +98,7 @@ class World(Bulk, Faults, Watch):
         if not self.rules.on("found_once"):
             self.network.groups = {self.sites[name]: island for name, island in islands.items()}
             self.at(10.0, "heal_network", None)
+        self.far_terms = Random(f"terms of {seed}/{draw}") if far_terms else None
         self.orders = Random(f"orders of {seed}/{draw}")     # of their own: other schedules are as they are without orders
         if scripted:
             self.faults()
@@ -141,6 +145,9 @@ class World(Bulk, Faults, Watch):
         if node is None or node.up or node.left:
             return
         node.life += 1
+        if self.far_terms is not None and node.life > 1 and self.far_terms.random() < 0.4:
+            number = node.disk.durable.term.number + self.far_terms.randint(1, 4)
+            node.disk.durable = replace(node.disk.durable, term=Term(number, peer))
         settings = Settings(TIMING, self.rules, True, self.min_peers, None, self.seed + node.life)
         node.replica = Replica(peer, node.site, node.disk.log(), node.disk.durable, node.disk.held, settings)
         node.forget()
@@ -410,11 +417,13 @@ CURVE = (BatchTime(1, 0.2),)
 MOST_DRAWS = 100
 
 
-def play(seed: int, off: frozenset[str] = frozenset(), bias: str = "", faults: int = 0) -> tuple[str, Counter[str]]:
+def play(
+    seed: int, off: frozenset[str] = frozenset(), bias: str = "", faults: int = 0, far_terms: bool = False
+) -> tuple[str, Counter[str]]:
     """One schedule: the violation found (empty if none), and what happened in it. With fewer than `faults` faults that made a
     difference it is drawn again; what a poor draw violates counts all the same."""
     for draw in range(MOST_DRAWS):
-        world = World(seed, off, bias, draw)
+        world = World(seed, off, bias, draw, far_terms=far_terms)
         try:
             world.run()
         except Violation as violation:
@@ -431,7 +440,7 @@ def play(seed: int, off: frozenset[str] = frozenset(), bias: str = "", faults: i
     return "", world.counts
 
 
-def _play(arguments: tuple[int, frozenset[str], str, int]) -> tuple[int, str, Counter[str]]:
+def _play(arguments: tuple[int, frozenset[str], str, int, bool]) -> tuple[int, str, Counter[str]]:
     text, counts = play(*arguments)
     return arguments[0], text, counts
 
@@ -443,6 +452,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=0, help="as many at least must make a difference in each schedule")
     parser.add_argument("--without", default="", help=f"switch one rule off: {', '.join(RULES)}")
     parser.add_argument("--bias", default="", choices=("", *BIASES), help="one kind of schedule only; all in turn if not given")
+    parser.add_argument("--far-terms", action="store_true", help="peers often come back in terms far above the others'")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--stop", type=int, default=0, help="stop after so many violations (0: play them all)")
     arguments = parser.parse_args()
@@ -450,7 +460,7 @@ def main() -> int:
         parser.error(f"--without {arguments.without}: no such rule; choose from {', '.join(RULES)}")
     off = frozenset([arguments.without]) if arguments.without else frozenset()
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
-    work = ((seed, off, arguments.bias, arguments.faults) for seed in seeds)
+    work = ((seed, off, arguments.bias, arguments.faults, arguments.far_terms) for seed in seeds)
     totals: Counter[str] = Counter()
     found: list[tuple[int, str]] = []
     played, started = 0, time.perf_counter()
