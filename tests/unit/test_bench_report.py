@@ -21,6 +21,7 @@ from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import command
 from geomesh_p2p.lab.bench.claims import checked
 from geomesh_p2p.lab.bench.command import TUNED, Request, _best, _usual_target, bench, table
+from geomesh_p2p.lab.bench.report import figures
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
 from geomesh_p2p.lab.bench.report.tables import time_table, training_table
 from geomesh_p2p.lab.bench.report.words import summary
@@ -148,6 +149,20 @@ def test_what_half_of_the_seeds_reach_has_no_median_and_is_said() -> None:
     assert "geomesh reaches perplexity 5.000 with 1 of 2 seeds only; diloco does after 22.0 s." in turned
     del found["methods"]["geomesh"]
     assert "No method reaches perplexity 5.000 with more than half of its seeds; with some: diloco (1 of 2)." in said(found)
+
+
+def test_a_target_that_is_met_at_the_start_breaks_nothing(tmp_path: Path) -> None:
+    found = report(tmp_path, {"diloco": 10.0, "geomesh": 10.0}, (1, 2), target=1e9)
+    assert "after 0.0 s, diloco after 0.0 s: no difference." in said(found)
+    assert "Later at the target" not in said(found)
+    assert "time_to_target" not in said(found)
+    parsed(pages(found)[HTML])
+    said_of_it, holds = checked(found)
+    assert not holds
+    assert "time to target below that of diloco, as a share: 0 " in said_of_it[0]
+    late = said(pair(by_seed(5.0), by_seed(0.0)))
+    assert "geomesh reaches perplexity 5.000 after 5.0 s, diloco after 0.0 s: it is slower." in late
+    assert "Later at the target than diloco: geomesh (after 5.0 s)." in late
 
 
 def test_a_share_that_reads_the_same_is_not_worse() -> None:
@@ -473,6 +488,10 @@ def test_a_report_that_is_damaged_within_is_a_users_mistake(
     told = capsys.readouterr().err
     assert said in told
     assert len(told.splitlines()) == 1
+
+
+def test_without_a_largest_it_is_said_why() -> None:
+    assert figures.spread(spread("final_ppl", 5.0, 4.0, math.inf), "final_ppl", ".1f") == "5.0 (4.0 .. no number)"
 
 
 def test_what_is_no_number_is_null_in_the_file_and_a_dash_on_the_page(tmp_path: Path) -> None:

@@ -79,15 +79,15 @@ def number(value: float | None, form: str) -> str:
 
 def spread(method: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> str:
     """The median; smallest and largest behind it if they differ."""
-    value = method.get(key)
+    value, endless = method.get(key), "not reached" if "to_target" in key else "no number"
     if not measured(value):
         least = method.get(f"{key}_min")
-        return f"- ({format(least * scale, form)} .. not reached)" if measured(least) else "-"
+        return f"- ({format(least * scale, form)} .. {endless})" if measured(least) else "-"
     low, high = method.get(f"{key}_min"), method.get(f"{key}_max")
     text = format(value * scale, form)
     if low == high == value or not measured(low):
         return text
-    return f"{text} ({format(low * scale, form)} .. {format(high * scale, form) if measured(high) else 'not reached'})"
+    return f"{text} ({format(low * scale, form)} .. {format(high * scale, form) if measured(high) else endless})"
 
 
 def signed(value: float | None) -> str:

@@ -112,7 +112,9 @@ def _sooner(report: Report, pair: Pair) -> str:
 
 
 def _difference(mine: float, theirs: float) -> str:
-    if not theirs or abs(mine / theirs - 1) < ALIKE:
+    if not theirs and mine:
+        return "it is slower"
+    if mine == theirs or abs(mine / theirs - 1) < ALIKE:
         return "no difference"
     if mine < theirs:
         return f"{1 - mine / theirs:.1%} less time" + (f" ({theirs / mine:.1f} times as fast)" if mine else "")
@@ -126,7 +128,7 @@ def _against_tuned(report: Report, pair: Pair) -> list[str]:
     mine, theirs = pair.ours.get("time_to_target_seconds"), tuned.get("time_to_target_seconds")
     if not measured(mine) or not measured(theirs):
         return []
-    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}"
+    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}{reached(tuned).note}"
     limit = ratio({"x": tuned.get("limit_to_target_seconds")}, {"x": theirs}, "x")
     return [text + (f"; the limit is {1 - limit:.1%} less." if limit is not None else ".")]
 
@@ -248,7 +250,11 @@ def _ours_later(report: Report) -> list[str]:
     for name, method in report["methods"].items():
         change = ratio(method, reference, "time_to_target_seconds")
         if is_ours(name) and (change is None or change > 1 + ALIKE):
+            own = method.get("time_to_target_seconds")
+            if own == reference["time_to_target_seconds"]:
+                continue
             partly = f"with {reached(method)} seeds only" if reached(method).some else "not at all"
+            partly = f"after {own:.1f} s" if measured(own) else partly
             late.append(f"{name} ({signed(change) if change else partly})")
     return [f"Later at the target than {REFERENCE}: {listed(late)}."] if late else []
 
