@@ -128,7 +128,8 @@ def _against_tuned(report: Report, pair: Pair) -> list[str]:
     mine, theirs = pair.ours.get("time_to_target_seconds"), tuned.get("time_to_target_seconds")
     if not measured(mine) or not measured(theirs):
         return []
-    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}{reached(tuned).note}"
+    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}"
+    text += reached(tuned).note
     limit = ratio({"x": tuned.get("limit_to_target_seconds")}, {"x": theirs}, "x")
     return [text + (f"; the limit is {1 - limit:.1%} less." if limit is not None else ".")]
 
