@@ -9,7 +9,6 @@ import argparse
 import atexit
 import contextlib
 import difflib
-import errno
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from geomesh_p2p import __version__, environment
-from geomesh_p2p.errors import ConfigError, GeoMeshError, TemporaryError
+from geomesh_p2p.errors import ConfigError, GeoMeshError, Interrupted, of_os_error
 
 if TYPE_CHECKING:
     from geomesh_p2p.core.findings import Finding
@@ -52,15 +51,17 @@ def main(argv: Sequence[str] | None = None, make_engine: Any = None) -> int:
         for line in str(error).splitlines():                      # several: what is found before a start is said all at once
             print(f"geomesh: {line}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stopped:
+        return stopped.exit_code if isinstance(stopped, Interrupted) else 130
     except BrokenPipeError:                                       # the reader of our results has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if (code := _os_error_code(error)) == 1:
+        if (known := of_os_error(error)) is None:
             traceback.print_exc()
-        return code
+            return 1
+        print(f"geomesh: {known}", file=sys.stderr)
+        return known.exit_code
     except Exception:
         traceback.print_exc()
         return 1
@@ -76,18 +77,6 @@ def run(make_engine: Any = None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _os_error_code(error: OSError) -> int:
-    """Says in a line what a user can mend: a disk that is full, a place that cannot be written to. 1 for everything else."""
-    where = f"{error.filename}: " if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        print(f"geomesh: {where}{error.strerror}: free some space and start again", file=sys.stderr)
-        return TemporaryError.exit_code
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR) and error.filename:
-        print(f"geomesh: {where}{error.strerror}: choose another place, or mend its rights", file=sys.stderr)
-        return ConfigError.exit_code
-    return 1
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -259,10 +248,13 @@ def _bench(args: argparse.Namespace) -> int:
     request = Request(**asked)
     report = again(request.out) if args.report_only else bench(_resolve(args).config, request)
     print(table(report))
-    if not args.check:
-        return 0
-    said, holds = checked(report)
-    print("", *said, sep="\n")
+    failures = () if args.report_only else report.get("failed", ())
+    holds = True
+    if args.check:
+        said, holds = checked(report)
+        print("", *said, sep="\n")
+    if failures:
+        return int(failures[0]["exit_code"])
     return 0 if holds else 1
 
 
@@ -431,10 +423,10 @@ def _parser() -> _Parser:
     about_vary = "section.key=value,value,...: each method with each of them"
     benchmark.add_argument("--vary", nargs="+", action="extend", metavar="KEY=VALUES", help=about_vary)
     about_choice = "also ask each model N items of continuation choice on held-out text"
-    benchmark.add_argument("--choice", type=int, metavar="N", help=about_choice)
+    benchmark.add_argument("--choice", type=_none_or_more, metavar="N", help=about_choice)
     about_engine = "virtual: real gradients, simulated clock (default); real: processes and sockets, emulated devices and links"
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
-    benchmark.add_argument("--processes", type=int, metavar="N", help="trainings at a time (default: one a core)")
+    benchmark.add_argument("--processes", type=_none_or_more, metavar="N", help="trainings at a time (default: one a core)")
     benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
     about_store = "where what is trained is kept, for several comparisons (default: DIR/trajectories)"
     benchmark.add_argument("--store", type=Path, metavar="FOLDER", help=about_store)
@@ -503,6 +495,12 @@ def _add_call(verb: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
+
+
+def _none_or_more(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 on")
     return int(text)
 
 

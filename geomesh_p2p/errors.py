@@ -15,6 +15,9 @@ Every message says what is wrong, the value, and what to do next, in one line.
 
 from __future__ import annotations
 
+import errno
+import signal
+
 
 class GeoMeshError(Exception):
     """Base of all errors a user can act on; `exit_code` is what the command returns."""
@@ -48,3 +51,22 @@ class NotListedError(RefusedError):
 
 class TemporaryError(GeoMeshError):
     exit_code = 75
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM has ended a verb in good order; `exit_code` is what a shell expects of one that this signal ended."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+def of_os_error(error: OSError) -> GeoMeshError | None:
+    """What a user can mend: a disk that is full, a place that cannot be written to. None for everything else."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return TemporaryError(f"{where}{error.strerror}: free some space and start again")
+    places = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+    if error.errno in places and error.filename:
+        return ConfigError(f"{where}{error.strerror}: choose another place, or mend its rights")
+    return None

@@ -30,9 +30,10 @@ SAME_PACE = 1.25
 """Step times within this factor of each other are called the same."""
 
 
-def choose_device(name: str, file: str = "") -> torch.device:
-    """The torch device for `device.name` (in `file`, for the error). Raises ConfigError if it is not there."""
-    where = f"{file}: device.name" if file else "device.name"
+def choose_device(name: str, file: str = "", setting: str = "device.name") -> torch.device:
+    """The torch device for `device.name` (in `file`, or another `setting`, for the error). Raises ConfigError if it is not
+    there."""
+    where = f"{file}: {setting}" if file else setting
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name == "cpu":

@@ -26,6 +26,7 @@ from geomesh_p2p.engine import model as models
 from geomesh_p2p.engine.data import DataManifest, load_corpus
 from geomesh_p2p.engine.evaluate import token_losses
 from geomesh_p2p.engine.feed import Feed, Patience
+from geomesh_p2p.engine.files import tensor_errors
 from geomesh_p2p.engine.inner import InnerLoop, run_round
 from geomesh_p2p.engine.profiles import read_profile
 from geomesh_p2p.engine.ranks import Ranks
@@ -208,7 +209,8 @@ class TorchEngine:
         target = Path(path)
         aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
         try:
-            safetensors.torch.save_file(tensors, aside, metadata)
+            with tensor_errors(aside):
+                safetensors.torch.save_file(tensors, aside, metadata)
             with aside.open("rb+") as stream:
                 os.fsync(stream.fileno())
             aside.replace(target)

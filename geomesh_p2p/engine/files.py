@@ -8,14 +8,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
+
+import safetensors
 
 from geomesh_p2p.core.canonical import DIGEST_BYTES, digest_bytes
 from geomesh_p2p.errors import DataError, TemporaryError
@@ -81,6 +84,20 @@ def replace_text(path: Path, text: str) -> None:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_text(text)
     aside.replace(path)
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+@contextmanager
+def tensor_errors(path: Path) -> Iterator[None]:
+    """While safetensors writes `path`: its errors that come from the system are raised as the OSErrors that they are."""
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        if (found := _OS_ERROR.search(str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
 
 
 # ---------------------------------------------------------------- records: a checked header and a body

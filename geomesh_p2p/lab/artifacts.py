@@ -16,8 +16,10 @@ from geomesh_p2p.core.choice import Items, Outcome
 from geomesh_p2p.core.types import BatchTime
 from geomesh_p2p.engine.checkpoint import Snapshots
 from geomesh_p2p.engine.choice import held_out_items, score
+from geomesh_p2p.engine.device import choose_device
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity, token_losses
+from geomesh_p2p.engine.files import tensor_errors
 from geomesh_p2p.engine.model import FlatModel, build
 from geomesh_p2p.engine.onlooking import newest_state
 from geomesh_p2p.engine.profiles import write_profile
@@ -66,8 +68,9 @@ def evaluate(folder: Path, device: str = "cpu", choice: int = 0, task: Path | No
     """Validation perplexity of the anchor, over the whole validation set; and with `choice`, continuation choice over so many
     items of the held-out text, which with `task` are written there for lm-evaluation-harness too.
 
-    Raises ConfigError: more items than the text gives, or a `task` that is not empty.
+    Raises ConfigError: a device that is not there, more items than the text gives, or a `task` that is not empty.
     """
+    device = str(choose_device(device, setting="--device"))
     anchor = load_anchor(folder, device)
     site = SiteConfig(site=SiteSection(name="eval"), device=DeviceSection(name=device))
     engine = TorchEngine(anchor.run, site)
@@ -108,7 +111,7 @@ def export(folder: Path, out: Path) -> dict[str, Any]:
         raise ConfigError(f"--out {out}: not empty: name a new folder")
     anchor = load_anchor(folder)
     module: Any = anchor.model.module
-    with _bars_on_a_terminal():
+    with _bars_on_a_terminal(), tensor_errors(out):
         module.save_pretrained(out)
         hugging_face_tokenizer(anchor.run.dataset.tokenizer).save_pretrained(out)
     parameters = anchor.model.layout.parameters
@@ -156,6 +159,7 @@ def _letters_of_bytes() -> list[str]:
 
 def profile(run: RunConfig, device: str, out: Path) -> tuple[BatchTime, ...]:
     """Measures step_seconds(batch) up to the largest batch that fits, on the real model, and writes it to `out`."""
+    device = str(choose_device(device, setting="--device"))
     site = SiteConfig(site=SiteSection(name="profile"), device=DeviceSection(name=device))
     engine = TorchEngine(run, site)
     curve = engine.measure()

@@ -291,3 +291,9 @@ def test_a_profile_can_be_named_in_a_site_file(run: RunConfig, tmp_path: Path, m
     curve = profile(run, "cpu", out)
     assert [point.batch for point in curve] == [1, 2]
     assert read_profile(out, TorchEngine(run, SITE).parameters, run.model.sequence_length) == curve
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device is 'cuda', but this host has 0 CUDA devices"):
+        evaluate(tmp_path, "cuda")

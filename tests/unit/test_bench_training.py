@@ -3,7 +3,11 @@ same weights."""
 
 from __future__ import annotations
 
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,15 @@ import pytest
 from geomesh_p2p.core import codec
 from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.ports import Vector
-from geomesh_p2p.lab.bench import trajectory
+from geomesh_p2p.errors import ConfigError, TemporaryError, of_os_error
+from geomesh_p2p.lab.bench import command, trajectory
+from geomesh_p2p.lab.bench.command import Request, TrainingsFailed, bench
 from geomesh_p2p.lab.bench.methods import METHODS, Method
+from geomesh_p2p.lab.bench.quality import check_items
 from geomesh_p2p.lab.bench.results import Outcome, summary
-from geomesh_p2p.lab.bench.runner import Job, jobs
+from geomesh_p2p.lab.bench.runner import Failed, Job, jobs
 from geomesh_p2p.lab.bench.settings import Setting
+from geomesh_p2p.lab.bench.stopping import GRACE_SECONDS, Stop, Stopped
 from geomesh_p2p.lab.bench.timeline import Round
 from geomesh_p2p.lab.bench.trajectory import Point, Workers, read
 from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
@@ -205,3 +213,168 @@ def test_each_seed_has_a_target_of_its_own(tmp_path: Path) -> None:
     hardest = min(last.values())
     assert reached(dict.fromkeys(last, hardest)) < 3
     assert summary(setting(), [1, 2, 3], last, outcomes, {})["methods"]["diloco"]["time_to_target_seconds"] is not None
+
+
+# ---------------------------------------------------------------- stopped, damaged, without room
+
+
+def test_asked_to_stop_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
+    whole = job("geomesh", tmp_path).play(tmp_path / "whole")
+    stop, told = Stop(), list[Point]()
+    with pytest.raises(Stopped):
+        job("geomesh", tmp_path).play(tmp_path / "store", lambda point: stop.ask() if point.rounds == 2 else None, stop)
+    assert sorted(path.name for path in (tmp_path / "store" / whole.key).iterdir()) == ["points.json", "round-2"]
+    with pytest.raises(Stopped):  # before it went on
+        job("geomesh", tmp_path).play(tmp_path / "store", told.append, stop)
+    assert told == []
+    assert job("geomesh", tmp_path).play(tmp_path / "store", told.append).curve == whole.curve
+    assert told[0].rounds == 3
+
+
+def test_asked_to_stop_a_long_round_is_left_between_two_steps_and_so_is_the_asynchronous_one(tmp_path: Path) -> None:
+    now = 0.0
+    stop = Stop(lambda: now)
+    one = job("geomesh", tmp_path)
+    workers = Workers(one.run, one.world.setting.names, stop=stop)
+    (played, *_) = (stage for stage in one.stages() if isinstance(stage, Round))
+    workers.round(played)
+    stop.ask()
+    now += GRACE_SECONDS
+    with pytest.raises(Stopped):
+        workers.round(played)
+    with pytest.raises(Stopped):
+        job("async", tmp_path).play(tmp_path / "store", stop=stop)
+
+
+def test_of_the_saves_on_the_way_only_the_newest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory, "SAVE_SECONDS", 0.0)
+    seen: list[list[str]] = []
+
+    def look(_point: Point) -> None:
+        seen.append([path.name for path in (tmp_path / "store").glob("*/round-*")])
+
+    job("geomesh", tmp_path).play(tmp_path / "store", look)
+    assert seen[:3] == [[], ["round-1"], ["round-2"]]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"points": [{', '{"points": [], "digest": ""}'])
+@pytest.mark.parametrize("name", ["done.json", "anchor.safetensors"])
+def test_a_result_that_is_damaged_is_told_and_trained_anew(
+    name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = job("diloco", tmp_path, budget=BUDGET // 3).play(tmp_path / "store")
+    (tmp_path / "store" / first.key / name).write_text(content)
+    told: list[Point] = []
+    assert job("diloco", tmp_path, budget=BUDGET // 3).play(tmp_path / "store", told.append) == first
+    assert told
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'store' / first.key} is damaged" in line
+    assert (tmp_path / "store" / f"{first.key}.damaged" / name).read_text() == content
+
+
+@pytest.mark.parametrize("name", ["points.json", "round-2/state.safetensors", "round-2/inner-far.safetensors", "round-2"])
+def test_a_save_that_is_damaged_is_told_and_training_begins_anew(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, stop = job("geomesh", tmp_path).play(tmp_path / "whole"), Stop()
+    with pytest.raises(Stopped):
+        job("geomesh", tmp_path).play(tmp_path / "store", lambda point: stop.ask() if point.rounds == 2 else None, stop)
+    path = tmp_path / "store" / whole.key / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    told: list[Point] = []
+    assert job("geomesh", tmp_path).play(tmp_path / "store", told.append).curve == whole.curve
+    assert told[0].rounds == 1
+    assert f"{tmp_path / 'store' / whole.key} is damaged" in capsys.readouterr().err
+
+
+def test_answers_that_are_damaged_are_asked_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = replace(job("diloco", tmp_path, budget=BUDGET // 3), choice_items=8)
+    first = one.play(tmp_path / "store")
+    path = tmp_path / "store" / first.key / "choice-8.json"
+    kept = path.read_text()
+    for content in ("{}", kept[: len(kept) // 2], '{"items": "x", "bits": "ffffff"}'):
+        path.write_text(content)
+        one.play(tmp_path / "store")
+        assert path.read_text() == kept
+        assert f"{path} is damaged" in capsys.readouterr().err
+
+
+def test_more_items_than_there_are_is_found_before_training(tmp_path: Path) -> None:
+    run = run_config(tmp_path)
+    check_items([run, run], 8)
+    with pytest.raises(ConfigError, match="10,000,000 items, but the held-out text gives"):
+        check_items([run], 10_000_000)
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
+    engine = Workers(job("diloco", tmp_path).run, ["far"]).engines["far"]
+    with no_room(), pytest.raises(OSError, match=r"state\.new") as error:
+        trajectory._write(tmp_path / "state.safetensors", {"anchor": np.zeros(10**6, np.float32)})
+    assert isinstance(of_os_error(error.value), TemporaryError)
+    with no_room(), pytest.raises(OSError, match="inner") as error:
+        engine.save_inner(str(tmp_path / "inner"))
+    assert isinstance(of_os_error(error.value), TemporaryError)
+    assert not {"state.safetensors", "inner"} & {path.name for path in tmp_path.iterdir()}
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process can become longer than so."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def request_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
+    monkeypatch.setattr(command, "load_setting", lambda _name: setting())
+    monkeypatch.setattr(command, "write", lambda *_: None)
+    return Request(methods=("diloco", "geomesh", "ddp"), tokens=BUDGET // 3, out=tmp_path / "out")
+
+
+def failing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def play_all(queue: Sequence[Job], store: Path, *_: object) -> tuple[list[Outcome], list[Failed]]:
+        return [one.play(store) for one in queue if one.method.name != name], [Failed(name, 1, 4, "round 1: diverged")]
+
+    monkeypatch.setattr(command, "play_all", play_all)
+
+
+def test_the_report_is_of_the_methods_that_did_not_fail(
+    tmp_path: Path, request_here: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing("ddp", monkeypatch)
+    report = bench(run_config(tmp_path), request_here)
+    assert list(report["methods"]) == ["diloco", "geomesh"]
+    assert report["failed"] == [{"method": "ddp", "seed": 1, "exit_code": 4, "error": "round 1: diverged"}]
+
+
+def test_without_the_reference_there_is_no_report(
+    tmp_path: Path, request_here: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing("diloco", monkeypatch)
+    with pytest.raises(TrainingsFailed, match="1 of 3 trainings failed, of diloco: no report") as error:
+        bench(run_config(tmp_path), request_here)
+    assert error.value.exit_code == 4
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_folder_that_is_a_file_is_found_before_training(tmp_path: Path, request_here: Request, below: bool) -> None:
+    request_here.out.write_text("")
+    out = request_here.out / "deeper" if below else request_here.out
+    with pytest.raises(ConfigError, match=f"--out {out}"):
+        bench(run_config(tmp_path), replace(request_here, out=out))
+
+
+def test_too_many_items_are_refused_by_the_command_before_training(tmp_path: Path, request_here: Request) -> None:
+    with pytest.raises(ConfigError, match="continuation choice"):
+        bench(run_config(tmp_path), replace(request_here, choice=10**7))
+    assert not list((tmp_path / "out" / "trajectories").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from geomesh_p2p import cli
 from geomesh_p2p.config import RunConfig
-from geomesh_p2p.errors import ConfigError, UnreachableError
+from geomesh_p2p.errors import ConfigError, Interrupted, UnreachableError
 
 RUN = '[run]\nid = "demo"\n'
 SITE = '[site]\nname = "north"\n'
@@ -181,3 +182,21 @@ def test_the_process_ends_with_its_verb_and_whatever_the_interpreter_would_wait_
         assert done.stdout.endswith("tidied up\n")
         assert exit_code or json.loads(done.stdout.removesuffix("tidied up\n"))
         assert bool(done.stderr) == bool(exit_code)
+
+
+@pytest.mark.parametrize("words", [("--choice", "-4"), ("--processes", "-3"), ("--choice", "x")])
+def test_a_benchmark_counts_from_nothing_on(
+    words: tuple[str, str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", str(run_file), *words]) == 2
+    assert f"{words[0]}: '{words[1]}': give a whole number from 0 on" in capsys.readouterr().err
+
+
+def test_what_ended_by_a_signal_has_the_code_of_that_signal(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stopped, code in ((KeyboardInterrupt(), 130), (Interrupted(signal.SIGINT), 130), (Interrupted(signal.SIGTERM), 143)):
+
+        def stop(_args: object, stopped: BaseException = stopped) -> int:
+            raise stopped
+
+        monkeypatch.setattr(cli, "_bench", stop)
+        assert cli.main(["bench", str(run_file)]) == code

@@ -22,6 +22,7 @@ from geomesh_p2p.core.plan import lr_scale
 from geomesh_p2p.core.ports import Vector
 from geomesh_p2p.core.types import NO_TERM, Assignment, Plan, Range
 from geomesh_p2p.lab.bench.clock import Moment, World
+from geomesh_p2p.lab.bench.stopping import Stop
 from geomesh_p2p.lab.bench.timeline import Part, Stage
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory, Workers, claimed, keep
 from geomesh_p2p.lab.report import FP32_BYTES
@@ -196,14 +197,16 @@ def train_race(
     events: Sequence[Event],
     store: Path,
     tell: Callable[[Point], None] = lambda _point: None,
+    stop: Stop | None = None,
 ) -> Trajectory:
-    """As trajectory.trained, for the asynchronous baseline; validated at the end of each stage."""
-    workers = Workers(run, sites)
+    """As trajectory.trained, for the asynchronous baseline; validated at the end of each stage, saved only when it is done."""
+    stop = stop or Stop()
+    workers = Workers(run, sites, stop=stop)
     key = digest("race", workers.fingerprint, run.planner.batch, run.planner.inner_steps, len(sites))
     for event in events:
         key = digest("event", key, event.kind, event.site, event.steps, event.start, event.tokens)
     folder = store / key.hex()[:32]
-    with claimed(folder) as done:
+    with claimed(folder, stop) as done:
         return done or _train_race(workers, run, events, folder, tell)
 
 
@@ -220,6 +223,7 @@ def _train_race(
     answers: dict[str, Vector] = {}
     losses: list[float] = []
     for event in events:
+        workers.stop.check()
         match event.kind:
             case "train":
                 losses.append(_train(workers, event, weights, run))

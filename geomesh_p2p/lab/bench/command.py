@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from geomesh_p2p.config import RunConfig
-from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.quality import check_items
 from geomesh_p2p.lab.bench.report.figures import finite, measured, number, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
-from geomesh_p2p.lab.bench.runner import jobs, play_all, to_stderr, varied
+from geomesh_p2p.lab.bench.runner import Failed, jobs, play_all, varied
 from geomesh_p2p.lab.bench.settings import load_setting
+from geomesh_p2p.lab.bench.stopping import to_stderr
 
 TUNED = "diloco-tuned-H"
 TARGET_ABOVE = 1.1
@@ -46,7 +50,8 @@ class Request:
 
 
 def bench(base: RunConfig, request: Request) -> dict[str, Any]:
-    """Runs what is missing, writes its report (report/pages.py) and returns it. Raises ConfigError."""
+    """Runs what is missing, writes its report (report/pages.py) and returns it. A report beside failed trainings names them in
+    `failed`. Raises ConfigError, Interrupted, TrainingsFailed."""
     request = replace(request, seeds=tuple(dict.fromkeys(request.seeds)))
     setting = load_setting(request.setting)
     names = [part for name in request.methods for part in _GROUPS.get(name, (name,))]
@@ -57,17 +62,24 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     if not request.seeds:
         raise ConfigError("--seeds is empty: give at least one number")
     queue = jobs(base, setting, methods, request.seeds, request.tokens, request.choice)
+    store = request.store or request.out / "trajectories"
+    _check_folder("--out", request.out)
+    _check_folder("--store", store)
+    failed: list[Failed] = []
     if request.engine == "real":
         scale = real.time_scale(base, setting, request.out / "real")
         outcomes = [real.play(job, request.out, scale, to_stderr) for job in queue]
     else:
-        store = request.store or request.out / "trajectories"
-        outcomes = play_all(queue, store, request.processes or os.cpu_count() or 1, to_stderr)
+        if request.choice:
+            check_items((job.run for job in queue), request.choice)
+        outcomes, failed = play_all(queue, store, request.processes or os.cpu_count() or 1, to_stderr)
+        outcomes = _to_report(outcomes, failed)
     wanted = base.run.target_ppl
     targets = {seed: wanted or _usual_target([one for one in outcomes if one.seed == seed]) for seed in request.seeds}
     about = {
         "run_id": base.run.id,
         "parameters": queue[0].volume().parameters,
+        **({"failed": [asdict(one) for one in failed]} if failed else {}),
         "budget_tokens": request.tokens,
         "reference_round_tokens": reference,
         "rate_scale": queue[0].world.rate_scale,
@@ -80,6 +92,40 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     write(request.out, report)
     to_stderr(f"report in {request.out / 'report.html'}, report.md and report.json")
     return report
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Raises ConfigError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if of_os_error(error) is None or error.errno == errno.ENOSPC:
+            raise
+        raise ConfigError(f"{flag} {folder}: {error.strerror}: give a folder that can be written to") from None
+
+
+def _to_report(outcomes: Sequence[Outcome], failed: Sequence[Failed]) -> list[Outcome]:
+    """Those of methods of which no training failed: medians are compared over the same seeds. Raises what failed first if
+    nothing can be compared."""
+    if not failed:
+        return list(outcomes)
+    names = dict.fromkeys(one.method for one in failed)
+    left = [one for one in outcomes if one.method not in names]
+    text = f"{len(failed)} of {len(outcomes) + len(failed)} trainings failed, of {', '.join(names)}"
+    if not left or REFERENCE in names:
+        raise TrainingsFailed(f"{text}: no report; the same command without that reports the rest", failed[0].exit_code)
+    to_stderr(f"{text}: the report is without that")
+    return left
+
+
+class TrainingsFailed(GeoMeshError):
+    """`exit_code` is that of the first failure."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 def _usual_target(outcomes: Sequence[Outcome]) -> float:

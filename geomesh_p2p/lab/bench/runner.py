@@ -5,12 +5,9 @@ What is trained is kept; run again, the same command goes on from there.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,9 +20,11 @@ from geomesh_p2p.lab.bench.asynchronous import race, train_race
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import Method
 from geomesh_p2p.lab.bench.quality import choice
+from geomesh_p2p.lab.bench.queue import play_all as side_by_side
 from geomesh_p2p.lab.bench.results import Outcome, outcome
 from geomesh_p2p.lab.bench.scaling import world_of
 from geomesh_p2p.lab.bench.settings import Setting
+from geomesh_p2p.lab.bench.stopping import Stop
 from geomesh_p2p.lab.bench.timeline import ALL, Round, Stage, gradient_rounds, rounds
 from geomesh_p2p.lab.bench.trajectory import Point, trained
 from geomesh_p2p.lab.whatif import layout_from_files, volume_of
@@ -67,20 +66,28 @@ class Job:
             case "async":
                 return race(self.run, self.world, volume.parameters, self.budget_tokens, self.reference_tokens)[0]
 
-    def play(self, store: Path, tell: Callable[[Point], None] = lambda _point: None) -> Outcome:
-        """In virtual time, and trained."""
+    @property
+    def label(self) -> str:
+        return f"{self.method.name}, seed {self.seed}"
+
+    def play(self, store: Path, tell: Callable[[Point], None] = lambda _point: None, stop: Stop | None = None) -> Outcome:
+        """In virtual time, and trained. Raises Stopped."""
+        stop = stop or Stop()
         volume, names = self.volume(), self.world.setting.names
         stages: Sequence[Stage]
         if self.method.kind == "async":
             stages, events = race(self.run, self.world, volume.parameters, self.budget_tokens, self.reference_tokens)
-            found = train_race(self.run, names, events, store, tell)
+            found = train_race(self.run, names, events, store, tell, stop)
         else:
             stages = self.stages()
             played = [stage for stage in stages if isinstance(stage, Round)]
             workers = [ALL] if self.method.kind == "gradients" else names
-            found = trained(self.run, workers, played, store, int(VALIDATE_SHARE * self.reference_tokens), tell)
+            found = trained(self.run, workers, played, store, int(VALIDATE_SHARE * self.reference_tokens), tell, stop)
         came_to = outcome(self.method.name, self.seed, self.world, self.run, volume.parameters, stages, found)
-        return replace(came_to, choice=choice(self.run, found, self.choice_items)) if self.choice_items else came_to
+        if not self.choice_items:
+            return came_to
+        stop.check()
+        return replace(came_to, choice=choice(self.run, found, self.choice_items))
 
 
 def jobs(
@@ -173,20 +180,28 @@ def _refuse_what_contradicts(method: Method, run: RunConfig) -> None:
 # ---------------------------------------------------------------- the queue
 
 
-def play_all(queue: Sequence[Job], store: Path, processes: int, tell: Tell) -> list[Outcome]:
-    """All jobs, `processes` at a time with one thread each, in the order given; trajectories are in `store`."""
+@dataclass(frozen=True)
+class Failed:
+    """A training that came to nothing; `error` is what was told of it."""
+
+    method: str
+    seed: int
+    exit_code: int
+    error: str
+
+
+def play_all(queue: Sequence[Job], store: Path, processes: int, tell: Tell) -> tuple[list[Outcome], list[Failed]]:
+    """All jobs, `processes` at a time with one thread each, in the order given; trajectories are in `store`. What
+    fails is told at once. Raises Interrupted."""
     begun = time.monotonic()
-    found: dict[int, Outcome] = {}
-    with ProcessPoolExecutor(max(1, processes), multiprocessing.get_context("spawn"), _alone) as pool:
-        running = {pool.submit(_play, job, store): index for index, job in enumerate(queue)}
-        for done in as_completed(running):
-            index = running[done]
-            found[index] = done.result()
-            job, figures = queue[index], found[index].figures
-            came_to = f"perplexity {figures['final_ppl']:.3f} after {figures['wall_seconds']:.0f} virtual seconds"
-            so_far = f"{len(found)} of {len(queue)}, {time.monotonic() - begun:.0f} s so far"
-            tell(f"{job.method.name}, seed {job.seed}: {came_to} ({so_far})")
-    return [found[index] for index in range(len(queue))]
+
+    def came_to(index: int, found: Outcome, done: int) -> None:
+        text = f"perplexity {found.figures['final_ppl']:.3f} after {found.figures['wall_seconds']:.0f} virtual seconds"
+        tell(f"{queue[index].label}: {text} ({done} of {len(queue)}, {time.monotonic() - begun:.0f} s so far)")
+
+    played = side_by_side(queue, store, processes, came_to, tell, _alone)
+    failed = [Failed(queue[one.index].method.name, queue[one.index].seed, one.exit_code, one.text) for one in played.failures]
+    return [played.found[index] for index in sorted(played.found)], failed
 
 
 def _alone() -> None:
@@ -195,11 +210,3 @@ def _alone() -> None:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-
-
-def _play(job: Job, store: Path) -> Outcome:
-    return job.play(store)
-
-
-def to_stderr(text: str) -> None:
-    print(f"geomesh: {text}", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 What a method trains depends on who does which steps on which data, not on how long they take. So a trajectory is kept under a
 hash of all that it depends on, round by round, and serves every setting that leads to the same work. One that was stopped goes
-on from where it was last saved.
+on from where it was last saved; what is damaged is told, moved aside (KEY.damaged) and trained anew.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from geomesh_p2p import train
@@ -30,13 +31,18 @@ from geomesh_p2p.core.ports import FoldUpdate, InnerResult, TrainRound, Vector
 from geomesh_p2p.core.types import Contribution, Plan, Range, Update
 from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.evaluate import perplexity
+from geomesh_p2p.engine.files import tensor_errors
 from geomesh_p2p.engine.inner import InnerLoop
 from geomesh_p2p.errors import DataError
+from geomesh_p2p.lab.bench.stopping import GRACE_SECONDS, Stop, Stopped, to_stderr
 from geomesh_p2p.lab.bench.timeline import Round
 from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 from geomesh_p2p.swarm.part_residual import PartResidual
 
 SAVE_SECONDS = 120.0
+LOCK_SECONDS = 0.2
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, DataError, safetensors.SafetensorError)
+"""What reading a file that is cut short, or of something else, may raise."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +68,25 @@ class Trajectory:
 
 
 class _Alone:
-    """The other peers as far as the inner steps ask for them: closes a member after `steps` more steps."""
+    """The other peers as far as the inner steps ask for them: closes a member after `steps` more steps. Raises Stopped between
+    two steps if this round would not end soon."""
 
-    def __init__(self, loop: InnerLoop, steps: int) -> None:
-        self._loop, self._last = loop, loop.steps + steps
+    def __init__(self, loop: InnerLoop, steps: int, stop: Stop) -> None:
+        self._loop, self._last, self._stop = loop, loop.steps + steps, stop
 
     def should_close(self, plan: Plan) -> bool:
         return self.has_work()
 
     def has_work(self) -> bool:
+        self._stop.check(GRACE_SECONDS)
         return self._loop.steps >= self._last
 
 
 class Workers:
     """Every site's replica in one process. All of them fold every update: they must stay bit-identical."""
 
-    def __init__(self, run: RunConfig, sites: Sequence[str], cache: Path | None = None) -> None:
-        self.run = run
+    def __init__(self, run: RunConfig, sites: Sequence[str], cache: Path | None = None, stop: Stop | None = None) -> None:
+        self.run, self.stop = run, stop or Stop()
         self.models: dict[str, train.LocalModel] = {}
         self.engines: dict[str, TorchEngine] = {}
         self.part_residuals: dict[str, PartResidual] = {}
@@ -112,7 +120,7 @@ class Workers:
             model.round = plan.round - 1
             work = TrainRound(plan, member, validate=False)
             early = model.ahead.steps if model.ahead is not None and train.begins(model.ahead, plan, member) else 0
-            alone = _Alone(self.engines[member.site].loop, played.steps(member.site) - early)
+            alone = _Alone(self.engines[member.site].loop, played.steps(member.site) - early, self.stop)
             local = train.inner_round(alone, model, work)
             if local.contribution.abstains or local.payload is None:
                 raise DataError(f"round {plan.round}: {member.site} has nothing to give: {local.contribution.reason}")
@@ -121,7 +129,7 @@ class Workers:
         # What each does of the next round while the update is on its way.
         for member in plan.members:
             if steps := played.ahead_steps(member.site):
-                train.go_ahead(_Alone(self.engines[member.site].loop, steps), self.models[member.site])
+                train.go_ahead(_Alone(self.engines[member.site].loop, steps, self.stop), self.models[member.site])
         update, body = self._exchange(plan, contributions)
         own = {c.site: payload for c, payload in contributions}
         for name, model in self.models.items():
@@ -211,7 +219,8 @@ class Workers:
 
 def _write(path: Path, tensors: dict[str, Any]) -> None:
     aside = path.with_suffix(".new")
-    safetensors.numpy.save_file(tensors, aside)
+    with tensor_errors(aside):
+        safetensors.numpy.save_file(tensors, aside)
     os.replace(aside, path)
 
 
@@ -235,36 +244,88 @@ def trained(
     store: Path,
     validate_tokens: int,
     tell: Callable[[Point], None] = lambda _point: None,
+    stop: Stop | None = None,
 ) -> Trajectory:
     """The trajectory of `played`, from `store` if it is there. Validated after rounds that are `validate_tokens` or more apart,
-    and after the last one."""
-    workers = Workers(run, sites)
+    and after the last one. Raises Stopped, after a save, or within a round that would not end soon."""
+    stop = stop or Stop()
+    workers = Workers(run, sites, stop=stop)
     folder = store / key_of(workers.fingerprint, played, validate_tokens)
-    with claimed(folder) as done:
-        return done or _train(workers, played, folder, validate_tokens, tell)
+    with claimed(folder, stop) as done:
+        if done:
+            return done
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            points = _resumed(workers, folder, played)
+        except UNREADABLE as error:
+            _move_aside(folder, error)
+            folder.mkdir()
+            workers, points = Workers(run, sites, stop=stop), []
+        return _train(workers, played, folder, validate_tokens, points, tell)
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[Trajectory | None]:
+def claimed(folder: Path, stop: Stop) -> Iterator[Trajectory | None]:
     """While a trajectory is trained nobody else does it: two methods, or two commands, may ask for the same one. Gives it if
-    it is there by now."""
+    it is there by now. Raises Stopped."""
     locks = folder.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / folder.name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield read(folder) if (folder / "done.json").is_file() else None
+        while not _locked(lock.fileno()):
+            stop.check()
+            time.sleep(LOCK_SECONDS)  # to wait in the kernel would be deaf to the wish to stop
+        stop.check()
+        yield _done(folder)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _done(folder: Path) -> Trajectory | None:
+    """The trajectory, if it is there and sound."""
+    if not (folder / "done.json").is_file():
+        return None
+    try:
+        found = read(folder)
+        if not found.points or digest_bytes(found.anchor()).hex() != found.digest:
+            raise DataError("no points, or not the anchor of done.json")
+    except UNREADABLE as error:
+        _move_aside(folder, error)
+        return None
+    return found
+
+
+def _move_aside(folder: Path, error: Exception) -> None:
+    aside = folder.with_name(f"{folder.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    to_stderr(f"{folder} is damaged ({type(error).__name__}: {error}): it is trained anew; what was there is in {aside.name}")
 
 
 def _train(
-    workers: Workers, played: Sequence[Round], folder: Path, validate_tokens: int, tell: Callable[[Point], None]
+    workers: Workers,
+    played: Sequence[Round],
+    folder: Path,
+    validate_tokens: int,
+    points: list[Point],
+    tell: Callable[[Point], None],
 ) -> Trajectory:
-    folder.mkdir(parents=True, exist_ok=True)
-    points, begin = _resumed(workers, folder, played)
+    """Goes on after `points`, of which the last was saved."""
+    kept = len(points)
     if not points:
         points = [Point(0, 0, workers.validate(), None)]
     saved, validated = time.monotonic(), max(p.tokens for p in points if p.val_ppl is not None)
     tokens = points[-1].tokens
-    for one in played[begin:]:
+    for one in played[points[-1].rounds :]:
+        if workers.stop.asked:
+            if len(points) > max(1, kept):
+                _save(workers, folder, points)
+            raise Stopped
         loss = workers.round(one)
         tokens += one.tokens
         last = one is played[-1]
@@ -274,7 +335,7 @@ def _train(
         tell(points[-1])
         if not last and time.monotonic() - saved > SAVE_SECONDS:
             _save(workers, folder, points)
-            saved = time.monotonic()
+            saved, kept = time.monotonic(), len(points)
     return keep(folder, workers.first.state.anchor, workers.digest(), points)
 
 
@@ -297,21 +358,28 @@ def read(folder: Path) -> Trajectory:
 
 
 def _save(workers: Workers, folder: Path, points: Sequence[Point]) -> None:
-    """Whole or not at all: the files of a save are in a folder of their own, which `points.json` names."""
+    """Whole or not at all: the files of a save are in a folder of their own, which `points.json` names. Earlier ones, and what
+    a crash left of such, go once it does."""
     target = folder / f"round-{points[-1].rounds}"
-    target.mkdir(exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
     workers.save(target)
     _replace(folder / "points.json", {"saved": target.name, "points": [asdict(point) for point in points]})
+    for path in folder.glob("round-*"):
+        if path != target:
+            shutil.rmtree(path)
 
 
-def _resumed(workers: Workers, folder: Path, played: Sequence[Round]) -> tuple[list[Point], int]:
+def _resumed(workers: Workers, folder: Path, played: Sequence[Round]) -> list[Point]:
+    """Puts `workers` where they were last saved; the points until there. Raises one of UNREADABLE, and then they are neither
+    here nor there."""
     try:
         found = json.loads((folder / "points.json").read_text())
     except FileNotFoundError:
-        return [], 0
+        return []
     points = [Point(**point) for point in found["points"]]
     workers.load(folder / found["saved"], played[points[-1].rounds - 1])
-    return points, points[-1].rounds
+    return points
 
 
 def _replace(path: Path, value: Any) -> None:
