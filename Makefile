@@ -60,8 +60,8 @@ bench: setup
 FULL := $(BIN)/geomesh bench configs/bench-1m.toml --store runs/full/trajectories
 bench-full: setup
 	$(FULL) --methods all --seeds 1 2 3 --choice 2000 --out runs/full/paper
-	$(FULL) --setting azure4 --methods diloco geomesh --seeds 1 2 3 --out runs/full/azure4
-	$(FULL) --setting drift --methods diloco geomesh geomesh-static --out runs/full/drift
+	$(FULL) --setting azure4 --methods diloco geomesh geomesh-delayed --seeds 1 2 3 --out runs/full/azure4
+	$(FULL) --setting drift --methods diloco geomesh geomesh-delayed geomesh-static --out runs/full/drift
 	$(FULL) --setting harsh --methods diloco diloco-1bit geomesh geomesh-fp32 geomesh-delayed --out runs/full/harsh
-	$(FULL) --setting homogeneous --methods diloco geomesh --out runs/full/homogeneous
-	$(FULL) --tokens 21700000 --methods diloco geomesh async --out runs/full/long
+	$(FULL) --setting homogeneous --methods diloco geomesh geomesh-delayed --out runs/full/homogeneous
+	$(FULL) --tokens 21700000 --methods diloco geomesh geomesh-delayed async --out runs/full/long
