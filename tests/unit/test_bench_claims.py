@@ -162,6 +162,15 @@ def test_a_site_that_never_trained_is_said_where_waiting_is_claimed() -> None:
         assert "(far never trained, and is not in it)" in str(of({"sites_without_work": ["far"]}, {}, text))
 
 
+def test_a_site_that_hardly_trained_is_said_where_waiting_is_claimed() -> None:
+    little = {"site": "far", "rounds": 1, "of_rounds": 16, "tokens_share": 0.006, "speed_share": 0.2}
+    told = "(far trained 0.60% of the tokens in 1 of 16 rounds, with 20.00% of all sites' best speed)"
+    for text in ("of the fastest site", "of all sites", "WAN idle, so", "WAN idle"):
+        found = next(one for one in claims({"seeds": [1], "methods": {"geomesh": {**GOOD, "sites_with_little_work": [little]},
+                                                                     "diloco": DILOCO}}) if text in one.text)  # fmt: skip
+        assert told in str(found)
+
+
 @pytest.mark.parametrize("lost", [math.inf, math.nan, None])
 def test_a_perplexity_that_is_no_number_fails_and_is_said(lost: float | None) -> None:
     for ours, theirs, said in ((lost, 5.0, "1 of 1 seeds ends"), (5.0, lost, "of diloco not all seeds end")):

@@ -21,14 +21,18 @@ from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import command
 from geomesh_p2p.lab.bench.claims import checked
 from geomesh_p2p.lab.bench.command import TUNED, Request, _best, _usual_target, bench, table
+from geomesh_p2p.lab.bench.methods import METHODS as METHOD_OF
+from geomesh_p2p.lab.bench.methods import with_default_outer
 from geomesh_p2p.lab.bench.report import figures
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
-from geomesh_p2p.lab.bench.report.tables import time_table, training_table
+from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.results import _spread
+from geomesh_p2p.lab.bench.runner import varied
 from geomesh_p2p.lab.bench.settings import load_setting
+from geomesh_p2p.lab.bench.work import fastest_alone, little_work
 from tests.unit.bench_reports import BUDGET, DIGEST, outcomes, report
-from tests.unit.benching import place, run_config, setting
+from tests.unit.benching import SEQUENCE_LENGTH, place, run_config, setting
 
 # As in the interface of report.json, for `mesh` and `bench` alike, and for `bench` alone.
 FIGURES = """
@@ -175,6 +179,68 @@ def test_a_site_that_never_trains_is_said(tmp_path: Path) -> None:
     assert [peer["rounds"] for peer in found["methods"]["geomesh"]["peers"]] == [0, 12]
     assert found["methods"]["geomesh"]["sites_without_work"] == ["far"]
     assert "Sites that never trained, and are not in the idle shares: far (geomesh)." in said(found)
+
+
+def test_a_site_with_far_less_work_than_its_speed_is_said_wherever_something_is_won(tmp_path: Path) -> None:
+    """One round of sixteen, as where a leader leaves a site out once it knows its links."""
+    where = setting(sites=[place("far", 0.4), place("near", 0.1)])
+
+    def peers(far: int, rounds: int) -> list[dict[str, Any]]:
+        return [{"site": "far", "tokens": far, "rounds": rounds}, {"site": "near", "tokens": 1000 - far, "rounds": 16}]
+
+    assert little_work(where, [peers(51, 16)], [16]) == [], "a quarter of its share, which is a fifth"
+    assert little_work(where, [[{"site": "far", "tokens": None}, {"site": "near", "tokens": 3}]], [16]) == []
+    little = little_work(where, [peers(400, 16), peers(6, 1), peers(40, 8)], [16, 16, 16])
+    assert little == [{"site": "far", "rounds": 1, "of_rounds": 16, "tokens_share": 0.006, "speed_share": pytest.approx(0.2)}]
+    found = pair({"time_to_target_seconds": 50.0, "sites_with_little_work": little}, {"time_to_target_seconds": 100.0})
+    told = "far trained 0.60% of the tokens in 1 of 16 rounds, with 20.00% of all sites' best speed"
+    assert f"Far less work than their speed allows, with geomesh: {told}." in said(found)
+    assert "Worse than diloco: work for far (0.60% of the tokens, with 20.00% of the speed)." in said(found)
+
+
+def test_a_site_left_out_of_a_run_is_in_its_report(tmp_path: Path) -> None:
+    links = {"pairs": [{"between": ["far", "near"], "mbps": 0.01, "rtt_ms": 100}]}
+    methods = report(tmp_path, {"diloco": 10.0, "geomesh": 10.0}, (1,), setting(links=links))["methods"]
+    assert methods["diloco"]["sites_with_little_work"] == []
+    [far] = methods["geomesh"]["sites_with_little_work"]
+    assert (far["site"], far["of_rounds"]) == ("far", methods["geomesh"]["rounds_committed"])
+    assert 0 < far["rounds"] < far["of_rounds"] / 2
+    assert methods["geomesh"]["sites_without_work"] == []
+
+
+def test_what_the_fastest_site_would_take_alone_is_said(whole: dict[str, Any]) -> None:
+    assert whole["fastest_alone_site"] == "near"
+    for method in whole["methods"].values():
+        assert method["fastest_alone_seconds"] == pytest.approx(method["tokens"] / SEQUENCE_LENGTH * 0.1)
+    found = pair({"wall_seconds": 50.0, "fastest_alone_seconds": 80.0}, {"wall_seconds": 100.0, "fastest_alone_seconds": 80.0},
+                 fastest_alone_site="near")  # fmt: skip
+    told = said(found)
+    assert "Against near alone (the same tokens at its best batch, no exchange): diloco 100.0 s instead of 80.0 s" in told
+    assert "instead of 80.0 s, 25.0% more time, it is slower; geomesh 50.0 s instead of 80.0 s, 37.5% less time" in told
+    assert "Perplexity is not compared." in told
+
+
+def test_alone_a_site_has_the_speed_of_the_settings_changes() -> None:
+    slow = {"site": "near", "speed": 0.5, "begins_share": 0.25, "ends_share": 0.75}
+    assert fastest_alone(setting(changes=[slow]), 100) == ("near", pytest.approx(15.0))
+    assert fastest_alone(setting(changes=[{**slow, "speed": 0.05}]), 100) == ("far", pytest.approx(40.0))
+
+
+def test_outer_constants_are_told_and_that_nobody_tuned_the_defaults(whole: dict[str, Any], tmp_path: Path) -> None:
+    constants = {name: method["constants"] for name, method in whole["methods"].items()}
+    assert (constants["diloco"]["outer_momentum"], constants["diloco"]["payload"]) == (0.9, "fp32")
+    assert (constants["geomesh"]["outer_momentum"], constants["geomesh"]["payload"]) == (0.5, "sign")
+    row = next(row for row in methods(whole).rows if row[0] == "diloco")
+    assert row[2:7] == ("0.7", "0.9", "fp32", "reduce", "none")
+    played = [METHOD_OF["diloco"], METHOD_OF["geomesh"]]
+    left = with_default_outer(run_config(tmp_path), played)
+    assert left == {"outer.learning_rate": ["diloco"], "outer.momentum": ["diloco"]}
+    assert with_default_outer(run_config(tmp_path, outer={"momentum": 0.9}), played) == {"outer.learning_rate": ["diloco"]}
+    assert with_default_outer(run_config(tmp_path, outer={"momentum": 0.9, "learning_rate": 0.7}), played) == {}
+    assert with_default_outer(run_config(tmp_path), varied(played, ["outer.learning_rate=0.5", "outer.momentum=0.8"])) == {}
+    text = said({**whole, "outer_defaults": left})
+    assert "diloco ran with GeoMesh's defaults of outer.learning_rate and outer.momentum, because the run file" in text
+    assert "defaults" not in said(whole)
 
 
 def test_time_is_taken_apart_into_tokens_and_seconds_a_token_and_into_rounds() -> None:
@@ -519,12 +585,14 @@ def test_without_a_number_of_the_reference_the_target_is_what_all_reach(tmp_path
 
 def test_seeds_that_are_given_twice_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def played(queue: Any, *_: Any) -> Any:
-        return [one for job in queue for one in outcomes(tmp_path, {job.method.name: 10.0}, (job.seed,), setting())]
+        found = [one for job in queue for one in outcomes(tmp_path, {job.method.name: 10.0}, (job.seed,), setting())]
+        return found, []
 
     monkeypatch.setattr(command, "play_all", played)
     found = bench(run_config(tmp_path), Request(setting_file(tmp_path), ("diloco",), (2, 1, 2), BUDGET, out=tmp_path / "out"))
     assert found["seeds"] == found["methods"]["diloco"]["seeds"] == [2, 1]
     assert found["reference_wan_idle_share"] is None
+    assert found["outer_defaults"] == {"outer.learning_rate": ["diloco"], "outer.momentum": ["diloco"]}
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from statistics import median, median_low
 from typing import Any
 
 from geomesh_p2p.errors import ConfigError
-from geomesh_p2p.lab.bench.report.figures import listed, measured, percent
+from geomesh_p2p.lab.bench.report.figures import listed, little_text, measured, percent
 
 REFERENCE = "diloco"
 PAIRS = {"geomesh": (REFERENCE, 0.08), "geomesh-delayed": (REFERENCE, 0.02), "geomesh-lion": ("diloco-lion", 0.08)}
@@ -90,11 +90,18 @@ def _refuse_without_figures(name: str, method: Method) -> None:
 def _of_pair(ours: Method, theirs: Method, name: str, most_waiting: float) -> Iterator[Claim]:
     without = ours.get("sites_without_work")
     left_out = f"{listed(list(without))} never trained, and is not in it" if without else ""
+    left_out = "; ".join([*([left_out] if left_out else []), *_little(ours)])
     yield _sooner(ours, theirs, name, 0.75)
     yield _lower("straggler idle of the fastest site", ours, theirs, name, "straggler_idle_share_fastest", 10, left_out)
     yield _at_most("straggler idle of all sites", ours["straggler_idle_share"], 0.012, left_out)
-    yield _lower("WAN idle", ours, theirs, name, "wan_idle_share", 8)
-    yield _at_most("WAN idle", ours["wan_idle_share"], most_waiting)
+    yield _lower("WAN idle", ours, theirs, name, "wan_idle_share", 8, left_out)
+    yield _at_most("WAN idle", ours["wan_idle_share"], most_waiting, left_out)
+
+
+def _little(method: Method) -> list[str]:
+    """Sites that trained, but far less than their speed allows: little of their time is in the idle shares."""
+    without = method.get("sites_without_work") or ()
+    return [little_text(one) for one in method.get("sites_with_little_work") or () if one["site"] not in without]
 
 
 def _sooner(ours: Method, theirs: Method, name: str, least: float) -> Claim:

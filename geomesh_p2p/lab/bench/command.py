@@ -14,7 +14,7 @@ from typing import Any, Literal
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
-from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of
+from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of, with_default_outer
 from geomesh_p2p.lab.bench.quality import check_items
 from geomesh_p2p.lab.bench.report.figures import finite, measured, number, reached
 from geomesh_p2p.lab.bench.report.pages import write
@@ -84,6 +84,7 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
         "reference_round_tokens": reference,
         "rate_scale": queue[0].world.rate_scale,
         "reference_wan_idle_share": queue[0].world.reference_wan_idle_share,
+        "outer_defaults": with_default_outer(base, methods),
         "stands_for_parameters": queue[0].volume().parameters / queue[0].world.rate_scale,
     }
     report: dict[str, Any] = finite(summary(setting, request.seeds, targets, outcomes, about))

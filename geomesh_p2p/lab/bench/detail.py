@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.reasons import explain
 from geomesh_p2p.lab.bench.settings import Array, Setting
 from geomesh_p2p.lab.bench.timeline import Part, Round, Stage
@@ -113,6 +114,18 @@ def reasons_of(stages: Sequence[Stage]) -> tuple[str, ...]:
     if not plans:
         return ()
     return tuple(line for line in explain(plans[len(plans) // 2])[1:] if not line.startswith(("  positions ", "  ahead ")))
+
+
+def constants_of(run: RunConfig) -> Figures:
+    """With which outer optimizer and on which way a method exchanges."""
+    return {
+        "outer_learning_rate": run.outer.learning_rate,
+        "outer_momentum": run.outer.momentum,
+        "outer_nesterov": run.outer.nesterov,
+        "payload": run.codec.payload,
+        "topology": run.planner.topology,
+        "overlap": run.planner.overlap,
+    }
 
 
 def fp32_bytes(stages: Sequence[Stage], parameters: int) -> tuple[float | None, float | None]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,6 +115,17 @@ def _methods() -> tuple[Method, ...]:
 METHODS = {method.name: method for method in _methods()}
 TUNED_LENGTHS = ("diloco", "diloco-2x", "diloco-4x")
 """What diloco-tuned-H is the best of."""
+
+
+def with_default_outer(run: RunConfig, methods: Sequence[Method]) -> dict[str, list[str]]:
+    """Of the outer constants that differ from model to model, those that `run` leaves at the product's defaults, each with the
+    methods that take it from there."""
+    found = dict[str, list[str]]()
+    for key in ("learning_rate", "momentum"):
+        names = [method.name for method in methods if key not in method.changes.get("outer", {})]
+        if names and key not in run.outer.model_fields_set:
+            found[f"outer.{key}"] = names
+    return found
 
 
 def method_of(name: str) -> Method:

@@ -22,12 +22,13 @@ from typing import Any
 from geomesh_p2p.config import EmulationSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.errors import ConfigError, TemporaryError
-from geomesh_p2p.lab.bench.detail import reasons_of
+from geomesh_p2p.lab.bench.detail import constants_of, reasons_of
 from geomesh_p2p.lab.bench.replay import replayed
 from geomesh_p2p.lab.bench.results import Account, Curve, Outcome, fastest_site, limit_seconds
 from geomesh_p2p.lab.bench.runner import Job, Tell
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import STEADY_FROM_ROUND, Part, Stage, idle_shares
+from geomesh_p2p.lab.bench.work import fastest_alone
 
 MEETING_SECONDS = 300.0
 LEAST_ROUND_SECONDS = 15.0
@@ -178,7 +179,7 @@ class _Reported:
         return tuple(Part(site, 0, 0, end, last - end, exchange, 0.0, 0.0, 0.0) for site, end in sorted(done.items()))
 
 
-def _account(virtual: Sequence[Stage], report: Mapping[str, Any], scale: float) -> Account:
+def _account(virtual: Sequence[Stage], run: RunConfig, report: Mapping[str, Any], scale: float) -> Account:
     """In the setting's time, as the figures are."""
     rounds = tuple(
         {
@@ -201,7 +202,7 @@ def _account(virtual: Sequence[Stage], report: Mapping[str, Any], scale: float) 
         {key: _divided(value, scale) if key.endswith("_seconds") else value for key, value in peer.items()}
         for peer in report["peers"]
     )
-    return Account(report["digest"], rounds, peers, reasons_of(virtual))
+    return Account(report["digest"], rounds, peers, reasons_of(virtual), constants_of(run))
 
 
 def _divided(seconds: float | None, scale: float) -> float | None:
@@ -230,12 +231,13 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float, again: Sequence[
         "val_ppl_last": curve.val_ppl[-1],
         **{name: report[name] for name in FIGURES},
         "limit_seconds": limit_seconds(job.world.setting, job.run, tokens),
+        "fastest_alone_seconds": fastest_alone(job.world.setting, tokens / job.run.model.sequence_length)[1],
         "emulation_time_scale": scale,
     }
     figures["round_seconds_steady"] = _steady_seconds(stages)
     virtual = job.stages()
     figures |= _beside("virtual", job, virtual) | (_beside("replayed", job, again) if again else {})
-    account = _account(virtual, report, scale)
+    account = _account(virtual, job.run, report, scale)
     return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=account)
 
 

@@ -17,6 +17,7 @@ from geomesh_p2p.lab.bench.quality import against
 from geomesh_p2p.lab.bench.settings import Setting
 from geomesh_p2p.lab.bench.timeline import Stage, idle_shares
 from geomesh_p2p.lab.bench.trajectory import Point, Trajectory
+from geomesh_p2p.lab.bench.work import fastest_alone, little_work
 
 REFERENCE = "diloco"
 
@@ -43,6 +44,7 @@ class Account:
     rounds: tuple[dict[str, Any], ...] = ()
     peers: tuple[dict[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,14 @@ def outcome(
         "bytes_ratio_to_fp32": sent / same if same else None,
         "bytes_ratio_to_fp32_ring": sent / ring if ring else None,
         "limit_seconds": limit_seconds(world.setting, run, tokens),
+        "fastest_alone_seconds": fastest_alone(world.setting, tokens / run.model.sequence_length)[1],
     }
     account = Account(
         trained.digest,
         detail.rounds_of(stages, dict(zip(curve.rounds, curve.val_ppl, strict=True))),
         detail.peers_of(stages, world.setting.names),
         detail.reasons_of(stages),
+        detail.constants_of(run),
     )
     return Outcome(method, seed, "virtual", curve, tuple(stages), figures, trained.key, account=account)
 
@@ -144,6 +148,10 @@ def summary(
             table |= _spread(figure, [one[figure] for one in per_seed])
         table["time_to_target_seconds_by_seed"] = [one["time_to_target_seconds"] for one in per_seed]
         table["sites_without_work"] = _without_work(mine)
+        table["sites_with_little_work"] = little_work(
+            setting, [one.account.peers for one in mine], [int(one.figures["rounds_committed"] or 0) for one in mine]
+        )
+        table["constants"] = mine[0].account.constants
         table["final_ppl_by_seed"] = [one.curve.val_ppl[-1] for one in mine]
         table["curves"] = [asdict(one.curve) for one in mine]
         table["rounds"] = list(mine[0].account.rounds)
@@ -157,6 +165,7 @@ def summary(
     return {
         **detail.setting_facts(setting),
         "fastest_site": fastest_site(setting),
+        "fastest_alone_site": fastest_alone(setting, 1)[0],
         "seeds": list(seeds),
         "target_ppl": median(targets.values()),
         "target_ppl_by_seed": [targets[seed] for seed in seeds],

@@ -146,9 +146,12 @@ class Setting(Section):
         """The highest that the changes leave a site at any time of a run, in terms of its own."""
         mine = [change for change in self.changes if change.site == site]
         moments = {0.0, *(share for change in mine for share in (change.begins_share, change.ends_share) if share < 1)}
-        return max(
-            math.prod(change.speed for change in mine if change.begins_share <= share < change.ends_share) for share in moments
-        )
+        return max(self.speed(site, share) for share in moments)
+
+    def speed(self, site: str, share: float) -> float:
+        """Of a site once `share` of the run's tokens are committed, in terms of its own."""
+        mine = [change for change in self.changes if change.site == site]
+        return math.prod(change.speed for change in mine if change.begins_share <= share < change.ends_share)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -114,5 +114,11 @@ def short(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def little_text(site: Mapping[str, Any]) -> str:
+    """Of an entry of sites_with_little_work."""
+    done = f"{percent(site['tokens_share'])} of the tokens in {number(site['rounds'], '.0f')} of {site['of_rounds']} rounds"
+    return f"{site['site']} trained {done}, with {percent(site['speed_share'])} of all sites' best speed"
+
+
 def listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1] if words else "none"

@@ -189,10 +189,19 @@ def _changed(change: Mapping[str, Any]) -> str:
 
 def methods(report: Report) -> Table:
     rows = [
-        (_name(name, m), m.get("about") or "-", m["engine"], _seeds(m if m.get("seeds") else report))
+        (
+            _name(name, m),
+            m.get("about") or "-",
+            number((known := m.get("constants") or {}).get("outer_learning_rate"), "g"),
+            number(known.get("outer_momentum"), "g"),
+            *(str(known.get(key) or "-") for key in ("payload", "topology", "overlap")),
+            m["engine"],
+            _seeds(m if m.get("seeds") else report),
+        )
         for name, m in report["methods"].items()
     ]
-    return Table(("method", "what", "engine", "seeds"), rows, words=True)
+    head = ("method", "what", "outer learning rate", "outer momentum", "payload", "topology", "overlap", "engine", "seeds")
+    return Table(head, rows, words=True)
 
 
 def sites(report: Report) -> Table:

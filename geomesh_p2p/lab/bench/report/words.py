@@ -12,6 +12,7 @@ from geomesh_p2p.lab.bench.report.figures import (
     TUNED,
     is_ours,
     listed,
+    little_text,
     measured,
     number,
     overlap,
@@ -70,7 +71,7 @@ def summary(report: Report) -> list[str]:
     else:
         lines += [_sooner(report, pair), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
         lines += [_worse(report, pair), *_others(report, pair), *_ours_later(report)]
-    lines += _while_changed(report)
+    lines += [*_one_site(report, pair), *_while_changed(report)]
     return [*lines, *slow(report), *_worth(report)]
 
 
@@ -171,6 +172,20 @@ def _alone(report: Report, pair: Pair) -> list[str]:
     return [f"Time to the target against {REFERENCE}: {', '.join(said)}, both {signed(both)}."] if said and both else []
 
 
+def _one_site(report: Report, pair: Pair | None) -> list[str]:
+    """Whether many sites are sooner than one, which exchanges nothing."""
+    said = []
+    for name in (pair.other_name, pair.name) if pair else report["methods"]:
+        mine, alone = (report["methods"][name].get(key) for key in ("wall_seconds", "fastest_alone_seconds"))
+        if measured(mine) and measured(alone) and alone:
+            said.append(f"{name} {mine:.1f} s instead of {alone:.1f} s, {_difference(mine, alone)}")
+    if not said:
+        return []
+    site = report.get("fastest_alone_site") or "The fastest site"
+    how = "the same tokens at its best batch, no exchange"
+    return [f"Against {site} alone ({how}): {'; '.join(said)}. Perplexity is not compared."]
+
+
 # ---------------------------------------------------------------- what is worse
 
 # (key, what, whether more is better)
@@ -202,6 +217,11 @@ def _worse(report: Report, pair: Pair) -> str:
     if mine.seeds * theirs.of != theirs.seeds * mine.of and (mine.some or theirs.some):
         kind = better if mine.seeds * theirs.of > theirs.seeds * mine.of else worse
         kind.append(f"seeds that reach the target {mine} instead of {theirs}")
+    known = {one["site"] for one in pair.other.get("sites_with_little_work") or ()}
+    for one in pair.ours.get("sites_with_little_work") or ():
+        if one["site"] not in known:
+            part = f"{percent(one['tokens_share'])} of the tokens, with {percent(one['speed_share'])} of the speed"
+            worse.append(f"work for {one['site']} ({part})")
     text = f"Worse than {pair.other_name}: {listed(worse)}. Better: {listed(better)}."
     tokens = ratio(pair.ours, pair.other, "tokens")
     if tokens is not None and abs(tokens - 1) > UNEQUAL_TOKENS:
@@ -279,7 +299,21 @@ def _worth(report: Report) -> list[str]:
                 if "is" not in m and (names := list(m.get("sites_without_work") or ()))]  # fmt: skip
     if left_out:
         lines.append(f"Sites that never trained, and are not in the idle shares: {listed(left_out)}.")
+    lines += _defaults(report)
+    for name, m in report["methods"].items():
+        if (little := m.get("sites_with_little_work")) and "is" not in m:
+            lines.append(f"Far less work than their speed allows, with {name}: {'; '.join(map(little_text, little))}.")
     overrun = [name for name, m in report["methods"].items() if (m.get("emulation_overrun_share") or 0.0) > MAX_OVERRUN_SHARE]
     if overrun:
         lines.append(f"Emulated speeds were not kept (overrun above 1%), so the idle figures are not valid: {listed(overrun)}.")
     return lines
+
+
+def _defaults(report: Report) -> list[str]:
+    keys: Mapping[str, list[str]] = report.get("outer_defaults") or {}
+    names = list(dict.fromkeys(name for of in keys.values() for name in of if name in report["methods"]))
+    if not names:
+        return []
+    advice = f"--vary {' '.join(f'{key}=VALUE,VALUE,...' for key in keys)} sweeps them"
+    why = "because the run file does not set them: they are not tuned for this model"
+    return [f"{listed(names)} ran with GeoMesh's defaults of {listed(list(keys))}, {why}; {advice}."]
