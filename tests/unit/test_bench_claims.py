@@ -157,6 +157,14 @@ def test_where_the_reference_hardly_waits_nothing_is_claimed(key: str, text: str
     assert checked(report)[1], "what is no claim fails nothing"
 
 
+def test_what_is_rounding_or_without_end_is_said_in_words() -> None:
+    assert ": 0 (wanted: at most 0.012)" in str(of({"straggler_idle_share": 4.624e-18}, {}, "of all sites"))
+    endless = str(of({"wan_idle_share": 1e-18}, {}, "WAN idle, so"))
+    assert endless.endswith("lower than that of diloco: none of it, diloco 66.00% (wanted: at least 8)")
+    noted = str(of({"straggler_idle_share_fastest": 0.0, "sites_without_work": ["far"]}, {}, "of the fastest"))
+    assert ": none of it, diloco 25.00%; far never trained, and is not in it (wanted: at least 10)" in noted
+
+
 def test_a_site_that_never_trained_is_said_where_waiting_is_claimed() -> None:
     for text in ("of the fastest site", "of all sites"):
         assert "(far never trained, and is not in it)" in str(of({"sites_without_work": ["far"]}, {}, text))

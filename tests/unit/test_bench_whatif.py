@@ -25,6 +25,7 @@ from geomesh_p2p.core.forecast import (
     gather_seconds,
     reduce_seconds,
 )
+from geomesh_p2p.errors import DataError
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS
 from geomesh_p2p.lab.bench.scaling import world_of
@@ -186,6 +187,73 @@ def test_what_changes_on_the_way_is_said_and_not_counted() -> None:
     drift, text = json.loads(answer(RUN, Question("drift"), as_json=True)), answer(RUN, Question("drift"))
     assert "note: the setting's 2 changes on the way are not counted" in text
     assert drift["plan"]["straggler_idle_share"] < 0.005
+
+
+TWO_SITES = """
+about = "two sites"
+reference_round_sequences = 64
+stands_for_parameters = 1e6
+links.pairs = [{{ between = ["far", "near"], mbps = {mbps}, rtt_ms = 50 }}]
+
+[[sites]]
+name = "far"
+device = "slow GPU"
+fixed_seconds = 0.0
+sequence_seconds = 0.2
+max_batch = 8
+
+[[sites]]
+name = "near"
+device = "GPU"
+fixed_seconds = 0.1
+sequence_seconds = 0.1
+max_batch = 8
+"""
+
+
+def of_two(folder: Path, mbps: float, min_peers: int = 1) -> tuple[dict[str, Any], str]:
+    path = folder / "two.toml"
+    path.write_text(TWO_SITES.format(mbps=mbps))
+    run = RUN.model_copy(update={"run": RUN.run.model_copy(update={"min_peers": min_peers})})
+    question = Question(str(path), tokens=1_000_000, parameters=1_000_000)
+    return json.loads(answer(run, question, as_json=True)), answer(run, question)
+
+
+def test_the_fastest_site_alone_is_compared_and_slower_than_it_is_said(tmp_path: Path) -> None:
+    found, text = of_two(tmp_path, mbps=1000)
+    alone = found["fastest_alone"]
+    assert (alone["site"], alone["batch"]) == ("near", 8)
+    assert alone["tokens_per_second"] == pytest.approx(8 * RUN.model.sequence_length / 0.9)
+    assert alone["seconds_to_tokens"] == pytest.approx(1_000_000 / alone["tokens_per_second"])
+    ratio = found["plan"]["tokens_per_second"] / alone["tokens_per_second"]
+    assert f"near alone, batch 8: {alone['tokens_per_second']:,.0f} tokens/s, 1,000,000 tokens in" in text
+    assert f"this run is {ratio:.3g} times as fast" in text
+    assert found["warnings"] == []
+    assert "warning" not in text
+    found, text = of_two(tmp_path, mbps=0.01, min_peers=2)
+    who = [warning.partition(" is slower than near alone")[0] for warning in found["warnings"]]
+    assert who == ["this run", "uniform, fp32"]
+    assert all(f"warning: {warning}" in text for warning in found["warnings"])
+
+
+def test_whom_min_peers_keeps_is_said_and_who_follows_has_a_row(tmp_path: Path) -> None:
+    free, text = of_two(tmp_path, mbps=0.01)
+    assert [bystander["site"] for bystander in free["plan"]["bystanders"]] == ["far"]
+    assert any(line.split()[:6] == ["far", "slow", "GPU", "-", "0", "0"] and "follows" in line for line in text.splitlines())
+    assert "min_peers" not in text
+    kept, text = of_two(tmp_path, mbps=0.01, min_peers=2)
+    gain = 1 - kept["plan"]["tokens_per_second"] / free["plan"]["tokens_per_second"]
+    assert kept["plan"]["bystanders"] == []
+    assert gain > 0.1
+    assert f"note: run.min_peers = 2 keeps far in the round: a token would cost {gain:.1%} less without it" in text
+    assert "min_peers" not in of_two(tmp_path, mbps=1000, min_peers=2)[1]
+
+
+def test_without_its_tokenizer_the_way_around_it_is_said(tmp_path: Path) -> None:
+    run = RUN.model_copy(update={"dataset": RUN.dataset.model_copy(update={"tokenizer": str(tmp_path / "none")})})
+    with pytest.raises(DataError, match=r"^dataset.tokenizer: no such file .*; or give --parameters P, which needs neither"):
+        answer(run, Question("azure4"))
+    assert json.loads(answer(run, Question("azure4", parameters=1_000_000), as_json=True))["parameters"] == 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,15 @@ class Claim:
     def __str__(self) -> str:
         if self.holds is None:
             return f"none   {self.text}: {self.note}"
-        known = f"{self.figure:.4g}" if self.figure is not None else self.note or "not known"
-        note = f" ({self.note})" if self.note and self.figure is not None else ""
+        finite = self.figure is not None and math.isfinite(self.figure)
+        known = _figure(self.figure) if self.figure is not None and finite else self.note or "not known"
+        note = f" ({self.note})" if self.note and finite else ""
         return f"{'holds' if self.holds else 'FAILS'}  {self.text}: {known}{note} (wanted: {self.wanted})"
+
+
+def _figure(value: float) -> str:
+    """What is rounding alone is none."""
+    return "0" if abs(value) < NOTHING else f"{value:.4g}"
 
 
 def checked(report: Mapping[str, Any]) -> tuple[list[str], bool]:

@@ -18,11 +18,13 @@ from geomesh_p2p.core.forecast import LinkTable, Volume, codec_seconds
 from geomesh_p2p.core.layout import Layout, Tensor
 from geomesh_p2p.core.reasons import explain
 from geomesh_p2p.core.types import Plan
+from geomesh_p2p.errors import DataError
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import METHODS
 from geomesh_p2p.lab.bench.scaling import world_of
 from geomesh_p2p.lab.bench.settings import Setting, load_setting
 from geomesh_p2p.lab.bench.timeline import foreseen
+from geomesh_p2p.lab.bench.work import fastest_alone
 from geomesh_p2p.lab.whatif import (
     DAY_SECONDS,
     duration,
@@ -40,6 +42,7 @@ NOISE_DRAWS = 16
 TOKENS_A_PARAMETER = 20
 FULL_TEXT_SITES = 16      # with more, the text has no reasons for single sites
 MOST_ROWS = 32
+AS_FAST = 0.995           # of one site's tokens a second, and less is slower than it
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ def answer(run: RunConfig, question: Question, as_json: bool = False) -> str:
     """As text or JSON. Raises ConfigError."""
     setting = load_setting(question.setting)
     if question.parameters is None:
-        layout, tokens = layout_from_files(run), question.tokens or run.inner.total_tokens
+        try:
+            layout = layout_from_files(run)
+        except DataError as error:
+            raise DataError(f"{error}; or give --parameters P, which needs neither tokenizer nor model") from error
+        tokens = question.tokens or run.inner.total_tokens
         world = world_of(run, setting, tokens)
     else:
         layout = Layout((Tensor("model", question.parameters),))
@@ -69,6 +76,7 @@ def _told(run: RunConfig, layout: Layout, world: World, tokens: int, question: Q
     plan, figures = predicted(run, volume_of(layout, run), world, tokens, question.egress_usd_per_gb)
     equal = uniform_fp32(run, world.setting, plan)
     _, beside = predicted(equal, volume_of(layout, equal), world, tokens, question.egress_usd_per_gb)
+    alone = _alone(run, world.setting, tokens)
     found = {
         "setting": world.setting.name,
         "about": world.setting.about,
@@ -81,9 +89,44 @@ def _told(run: RunConfig, layout: Layout, world: World, tokens: int, question: Q
         "plan": figures,
         "uniform_fp32": beside,
         "tokens_per_second_ratio": figures["tokens_per_second"] / beside["tokens_per_second"],
-        "notes": _notes(run, world, plan, figures, question),
+        "fastest_alone": alone,
+        "warnings": _slower_than_one(alone, {"this run": figures, "uniform, fp32": beside}),
+        "notes": _kept(run, volume_of(layout, run), world, plan, figures) + _notes(run, world, plan, figures, question),
     }
     return json.dumps(found, indent=2) if as_json else _text(plan, found)
+
+
+def _alone(run: RunConfig, setting: Setting, tokens: int) -> dict[str, Any]:
+    """The fastest site by itself, without the setting's changes."""
+    still = setting.model_copy(update={"changes": ()})
+    name, seconds = fastest_alone(still, tokens / run.model.sequence_length)
+    batch = next(site.max_batch for site in setting.sites if site.name == name)
+    return {"site": name, "batch": batch, "tokens_per_second": tokens / seconds, "seconds_to_tokens": seconds}
+
+
+def _slower_than_one(alone: dict[str, Any], beside: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        f"{name} is slower than {alone['site']} alone ({figures['tokens_per_second']:,.0f} tokens/s instead of"
+        f" {alone['tokens_per_second']:,.0f}): that does not pay in time"
+        for name, figures in beside.items()
+        if figures["tokens_per_second"] < AS_FAST * alone["tokens_per_second"]
+    ]
+
+
+def _kept(run: RunConfig, volume: Volume, world: World, plan: Plan, figures: dict[str, Any]) -> list[str]:
+    """Says which sites are members because of run.min_peers alone, and what that costs."""
+    if run.planner.mode != "planned" or run.run.min_peers < 2 or len(plan.members) > run.run.min_peers:
+        return []
+    free = run.model_copy(update={"run": run.run.model_copy(update={"min_peers": 1})})
+    fewer, without = predicted(free, volume, world, figures["tokens"])
+    sites = sorted({member.site for member in plan.members} - {member.site for member in fewer.members})
+    gain = 1 - figures["tokens_per_second"] / without["tokens_per_second"]
+    if not sites or gain <= 0:
+        return []
+    rates = f"{without['tokens_per_second']:,.0f} tokens/s instead of {figures['tokens_per_second']:,.0f}"
+    names = ", ".join(sites)
+    less = f"a token would cost {gain:.1%} less without {'it' if len(sites) == 1 else 'them'} ({rates})"
+    return [f"run.min_peers = {run.run.min_peers} keeps {names} in the round: {less}"]
 
 
 def uniform_fp32(run: RunConfig, setting: Setting, plan: Plan) -> RunConfig:
@@ -109,6 +152,9 @@ def predicted(
     for member, k in zip(figures["members"], at, strict=True):
         member["device"] = world.setting.sites[k].device
         member["egress_usd_per_day"] = _cost(member["egress_bytes_per_day"], world.setting, k, price)
+    devices = {site.name: site.device for site in world.setting.sites}
+    for bystander in figures["bystanders"]:
+        bystander["device"] = devices[bystander["site"]]
     costs = [member["egress_usd_per_day"] for member in figures["members"]]
     figures["egress_usd_per_day"] = None if None in costs else sum(costs)
     return plan, figures
@@ -173,9 +219,12 @@ def _text(plan: Plan, found: dict[str, Any]) -> str:
         f"setting {found['setting']}: {found['about']}",
         f"run {found['run']}: {found['parameters']:,} parameters; a round, once links are measured, would be",
         "",
-        *_sites(figures["members"]),
+        *_sites(figures["members"], figures["bystanders"]),
         "",
         *table(("", "", f"this run ({figures['mode']})", "uniform, fp32", "ratio"), _compared(figures, beside)),
+        "",
+        _one_site(found["fastest_alone"], figures, beside),
+        *(f"warning: {text}" for text in found["warnings"]),
         "",
     ]
     lines += explain(plan)[1:] if len(plan.members) <= FULL_TEXT_SITES else list(plan.reasons)
@@ -185,9 +234,16 @@ def _text(plan: Plan, found: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"]), *(f"source: {text}" for text in found["sources"])])
 
 
-def _sites(members: list[dict[str, Any]]) -> list[str]:
+def _one_site(alone: dict[str, Any], ours: dict[str, Any], other: dict[str, Any]) -> str:
+    facts = f"{alone['site']} alone, batch {alone['batch']}: {alone['tokens_per_second']:,.0f} tokens/s"
+    ratios = [figures["tokens_per_second"] / alone["tokens_per_second"] for figures in (ours, other)]
+    took = f"{ours['tokens']:,} tokens in {duration(alone['seconds_to_tokens'])}"
+    return f"{facts}, {took}; this run is {ratios[0]:.3g} times as fast, uniform fp32 {ratios[1]:.3g} times"
+
+
+def _sites(members: list[dict[str, Any]], bystanders: list[dict[str, Any]]) -> list[str]:
     head = ("site", "device", "batch", "steps", "tokens", "finish s", "idle", "sent/round", "egress/day", "USD/day")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             m["site"],
             m["device"],
@@ -200,10 +256,12 @@ def _sites(members: list[dict[str, Any]]) -> list[str]:
             size_text(m["egress_bytes_per_day"]),
             _usd(m["egress_usd_per_day"]),
         )
-        for m in members[:MOST_ROWS]
+        for m in members
     ]
-    more = len(members) - len(rows)
-    return table(head, rows) + ([f"and {more} more sites (--json has them all)"] if more else [])
+    rows += [(b["site"], b["device"], "-", "0", "0", "follows", *["-"] * (len(head) - 6)) for b in bystanders]
+    more = len(rows) - MOST_ROWS
+    rows = rows[:MOST_ROWS]
+    return table(head, rows) + ([f"and {more} more sites (--json has them all)"] if more > 0 else [])
 
 
 def _compared(ours: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, ...]]:
