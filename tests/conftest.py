@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="geomesh-tests-")
@@ -23,6 +24,10 @@ from tests.injection.proof import SWITCH, NotFired
 
 settings.register_profile("geomesh", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("geomesh")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has its background jobs ignore Ctrl-C, and with them all that tests start, which some of them interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,8 +13,8 @@ from tests.mesh.simulator import BIASES, play
 # One seed for each rule, on which a schedule without it goes wrong; found with `--without RULE --bias BIAS --stop 1`. For
 # elected_by_view, which takes several rare things, tests/mesh/test_new_voters.py.
 WITHOUT = {
-    "pair_terms": ("commit-crash", 22, "both lead term"),
-    "saved_terms": ("restarts", 22, "went back from term"),
+    "pair_terms": ("commit-crash", 36, "both lead term"),
+    "saved_terms": ("restarts", 48, "went back from term"),
     "found_once": ("partitions", 1, "another update for round"),
     "higher_term": ("old-leader", 396, "takes no part"),
     "plan_has_quorum": ("partitions", 0, "no quorum of"),
@@ -27,7 +27,7 @@ WITHOUT = {
     "held_again": ("partial-hold", 706, "another update for round"),
     "stop_lower_terms": ("old-leader", 317, "another update for round"),
     "identity_unit": ("restarts", 0, "another update for round"),
-    "wait_quorum": ("blackout", 52, "another update for round"),
+    "wait_quorum": ("blackout", 5, "another update for round"),
 }
 BATCH = 30
 FAULTS = 3               # that made a difference, in each schedule
