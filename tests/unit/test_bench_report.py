@@ -102,6 +102,8 @@ def test_a_method_of_ours_that_is_slower_is_called_so() -> None:
     assert "20.0% more time, it is slower" in text
     assert "Worse than diloco: time to the target +20.0%. Better: final perplexity -2.0%." in text
     assert "Later at the target than diloco: geomesh (+20.0%)." in text
+    text = said(pair({"time_to_target_seconds": 5850.0, "final_ppl": 4.9}, {"time_to_target_seconds": 100.0, "final_ppl": 5.0}))
+    assert "58.5 times as long, it is slower" in text
 
 
 def test_where_nothing_is_worse_it_says_none_and_where_the_seeds_overlap_it_says_that() -> None:

@@ -119,6 +119,8 @@ def _difference(mine: float, theirs: float) -> str:
         return "no difference"
     if mine < theirs:
         return f"{1 - mine / theirs:.1%} less time" + (f" ({theirs / mine:.1f} times as fast)" if mine else "")
+    if mine >= 2 * theirs:
+        return f"{mine / theirs:.1f} times as long, it is slower"
     return f"{mine / theirs - 1:.1%} more time, it is slower"
 
 
