@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from geomesh_p2p import train
-from geomesh_p2p.core import ahead, codec
+from geomesh_p2p.core import ahead, codec, outer
 from geomesh_p2p.core.canonical import digest_bytes
 from geomesh_p2p.core.ports import AdoptState, FoldUpdate, LocalRound, RollBack, TrainRound
 from geomesh_p2p.core.types import Plan, Range, Update
@@ -76,6 +76,23 @@ def weights(model: LocalModel) -> Any:
     return np.array(model.engine.weights())
 
 
+def test_it_goes_ahead_from_where_it_expects_the_anchor(make: Callable[..., Delayed]) -> None:
+    run, twin = make(), make()
+    for number in (1, 2):
+        plan = run.assign()
+        locals_ = run.contribute(plan)
+        if number == 1:
+            again = twin.contribute(plan)
+            run.commit(plan, locals_)
+            twin.commit(plan, again)
+    again = twin.contribute(replace(plan, members=tuple(replace(m, ahead=()) for m in plan.members)))
+    assert again["a"].contribution.payload == locals_["a"].contribution.payload
+    a, b = run.models["a"], twin.models["a"]
+    assert a.state.momentum.any()
+    expected = outer.expected_anchor(b.state, weights(b), 0.5, b.outer)
+    assert weights(a).tobytes() == expected.tobytes(), "its share of the tokens is a half"
+
+
 def test_the_weights_are_re_based_bit_for_bit(make: Callable[..., Delayed]) -> None:
     run = make()
     plan = run.assign()
@@ -119,7 +136,8 @@ def test_a_round_goes_on_from_what_was_done_ahead_of_it(make: Callable[..., Dela
     assert weights(a).tobytes() == weights(b).tobytes()
 
     second = run.assign()
-    local = inner_round(NeverCloses(), a, TrainRound(second, second.members[0], validate=True))
+    last = replace(second.members[0], ahead=())  # so that the weights stay those that its contribution is made from
+    local = inner_round(NeverCloses(), a, TrainRound(second, last, validate=True))
     b.ahead = None
     rest_plan, rest = ahead.steps_left(second, second.members[0], 2)
     b.engine.train(rest, rest_plan, lambda: False, time.monotonic())
@@ -145,13 +163,17 @@ def test_validation_is_of_the_anchor_and_progress_comes_back(make: Callable[...,
 
 
 def test_the_residual_is_of_what_was_sent(make: Callable[..., Delayed]) -> None:
-    run = make(codec={"residual": True})
-    for model in run.models.values():
+    run, twin = (make(codec={"residual": True}) for _ in range(2))
+    for model in (*run.models.values(), *twin.models.values()):
         model.residual = np.zeros_like(model.state.anchor)
     plan = run.assign()
     locals_ = run.contribute(plan)
-    a = run.models["a"]
-    wanted = codec.new_residual(a.layout, a.state.anchor, weights(a), a.codec, locals_["a"].payload, a.residual)
+    a, b = run.models["a"], twin.models["a"]
+    again = twin.contribute(replace(plan, members=tuple(replace(m, ahead=()) for m in plan.members)))
+    assert again["a"].contribution.payload == locals_["a"].contribution.payload
+    sent = weights(b)
+    assert (sent != weights(a)).any(), "it goes ahead from elsewhere"
+    wanted = codec.new_residual(a.layout, a.state.anchor, sent, a.codec, locals_["a"].payload, a.residual)
     go_ahead(Waits(a, 3), a)
     run.commit(plan, locals_)
     assert a.residual is not None

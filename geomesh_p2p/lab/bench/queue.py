@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -34,7 +33,7 @@ AGAIN = "the same command goes on from what was saved"
 
 
 class Task(Protocol):
-    """What a worker plays; it comes there pickled."""
+    """What a worker plays."""
 
     @property
     def label(self) -> str: ...
@@ -129,7 +128,7 @@ class _Queue:
             worker = idle.pop() if idle else self._start()
             worker.index = self._left.popleft()
             with contextlib.suppress(OSError):  # one that is dead is heard of
-                worker.connection.send_bytes(pickle.dumps(self._tasks[worker.index]))
+                worker.connection.send(self._tasks[worker.index])
 
     def _start(self) -> _Worker:
         mine, theirs = multiprocessing.Pipe()
@@ -175,7 +174,7 @@ class _Queue:
         self._tell(f"stopping, and saving what is trained: {AGAIN} (Ctrl-C again: without saving)")
         for worker in self._workers.values():
             with contextlib.suppress(OSError):
-                worker.connection.send_bytes(b"")
+                worker.connection.send(None)
         return False
 
 
@@ -228,17 +227,19 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _serve(connection: Connection, store: Path, prepare: Callable[[], None]) -> None:
-    stop, tasks = Stop(), SimpleQueue[bytes]()
+    stop, tasks = Stop(), SimpleQueue[Task | None]()
 
     def end(*_: object) -> None:
         stop.ask()
-        tasks.put(b"")
+        tasks.put(None)
 
     def listen() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while task := connection.recv_bytes():
-                tasks.put(task)
-        end()
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while (task := connection.recv()) is not None:
+                    tasks.put(task)
+        finally:
+            end()
         time.sleep(LIMIT_SECONDS)
         os._exit(1)
 
@@ -246,15 +247,15 @@ def _serve(connection: Connection, store: Path, prepare: Callable[[], None]) -> 
     threading.Thread(target=listen, daemon=True).start()
     prepare()
     with contextlib.suppress(OSError):  # nobody is there any more to hear it
-        while (task := tasks.get()) and not stop.asked:
+        while (task := tasks.get()) is not None and not stop.asked:
             connection.send(_played(task, store, stop))
     sys.stderr.flush()
     os._exit(0)
 
 
-def _played(pickled: bytes, store: Path, stop: Stop) -> tuple[str, Any]:
+def _played(task: Task, store: Path, stop: Stop) -> tuple[str, Any]:
     try:
-        return "done", pickle.loads(pickled).play(store, stop=stop)
+        return "done", task.play(store, stop=stop)
     except Stopped:
         return "stopped", None
     except GeoMeshError as error:
