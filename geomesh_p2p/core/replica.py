@@ -262,13 +262,12 @@ class Replica:
     # -------------------------------------------------------------- leading
 
     def _won(self, won: Won | None) -> None:
+        self._end_reign()  # at once: nothing more is done as the leader of a term that is past
         if won is not None:
-            self._end_reign()
             self.leading = Leading(self.s, self.member, won)
 
     def _higher(self, term: Term) -> None:
         self._won(self.election.heard_higher(term))
-        self._end_reign()  # at once: nothing more is done as the leader of a term that is past
 
     def _end_reign(self) -> None:
         """Leave the leader's part if this peer leads no more, or cannot go on leading."""
@@ -430,7 +429,7 @@ class Replica:
             self._won(self.election.stand())
         else:
             self.election.step_down(hold_back=False)
-        self._end_reign()
+            self._end_reign()
 
     def _appended(self, update: Update, by: str, term: Term | None) -> tuple[PeerId, ...]:
         """Returns the peers whose anchors were found to differ."""
