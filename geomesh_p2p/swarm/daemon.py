@@ -97,6 +97,7 @@ class Daemon:
                 launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
                 # libp2p closes connections beyond its marks: room for each peer twice, and for as many strangers
                 marks = {"connLo": max(256, 4 * net.most_peers), "connHi": max(512, 8 * net.most_peers)}
+                kwargs.pop("dhtServer")  # libp2p's own directory dials whomever it hears of: that is the transport's part
                 return launcher + P2P._make_process_args(*args, **kwargs, **marks, **({} if nameless else relay_service(net)))
 
             async def _read_outputs(self, ready: asyncio.Future[None]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,7 @@ from geomesh_p2p.swarm.watching import LinkWatch
 INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
 ABSENT_SECONDS = 300.0           # without streams, news or wishes: who was no member is forgotten
+YIELD_SECONDS = 1.0              # in which the peer with the lower id dials the other
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -169,6 +171,9 @@ class Libp2pTransport:
         """Peers that there is or was a connection with, for the directory."""
         return tuple(self._met_peers)
 
+    async def connected(self, peer: PeerId) -> bool:
+        return self.daemon is not None and await self.daemon.connected(peer)
+
     async def _dial(self, target: Address) -> None:
         """Raises Unreachable. An address is believed once it has answered: the peer may be connected from another one."""
         if self.daemon is None:
@@ -274,7 +279,20 @@ class Libp2pTransport:
             raise Unreachable(f"{peer}: {route.why}")
         if route.relayed:
             await learn_caps(daemon, route.addresses, self.circuits)
+        elif self.peer > peer and await self._dialled_by(peer, daemon):
+            return
         await daemon.connect(peer, route.addresses)
+
+    @staticmethod
+    async def _dialled_by(peer: PeerId, daemon: Daemon) -> bool:
+        """Whether `peer` comes by itself in a little while. Daemons dial from the ports at which they listen: two that dial at
+        the same moment meet as one TCP connection with two openers, which both give up, not to dial again for 5 s."""
+        latest = time.monotonic() + YIELD_SECONDS
+        while time.monotonic() < latest:
+            if await daemon.connected(peer):
+                return True
+            await asyncio.sleep(0.05)  # the daemon tells nobody
+        return False
 
     def _saw(self, peer: PeerId, stream: FrameStream) -> None:
         traffic = self._traffic_with(peer)

@@ -174,6 +174,7 @@ async def test_it_goes_on_when_the_daemon_is_killed_under_load(place: Callable[.
     finally:
         over.set()
         await asyncio.wait_for(asyncio.gather(*busy), PATIENCE_SECONDS)
+    await a.transport.seeds.connect(b.transport.addresses())
     await a.directory.announce(record("a", round=77))
     await b.sees(lambda records: [r.round for r in records] == [77])
     await b.directory.announce(record("b", round=78))
@@ -340,3 +341,20 @@ def test_identity_is_kept_and_private(tmp_path: Path) -> None:
     assert load_identity(path).peer == first.peer
     assert path.stat().st_mode & 0o777 == 0o400
     assert [p.name for p in path.parent.iterdir()] == ["identity.key"]
+
+
+async def test_the_directory_dials_nobody(place: Callable[..., Awaitable[Place]]) -> None:
+    """Who is listed is the transport's to dial: a call to a node that is not connected fails instead."""
+    _, b, c = [await place(name) for name in "abc"]
+    for one, name in ((b, "b"), (c, "c")):
+        assert await one.directory.announce(record(name, one.transport.addresses()[0]))
+    await b.sees(lambda records: [r.site for r in records] == ["c"])
+    await c.sees(lambda records: [r.site for r in records] == ["b"])
+    for one, other in ((b, c), (c, b)):
+        node = one.directory._node
+        assert node is not None
+        assert await node.protocol.call_ping(PeerID.from_base58(other.transport.peer)) is None
+        assert not await one.transport.connected(other.transport.peer)
+    await c.transport.seeds.connect(b.transport.addresses())
+    assert b.directory._node is not None
+    assert await b.directory._node.protocol.call_ping(PeerID.from_base58(c.transport.peer)) == c.directory._node.node_id  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.errors import ConfigError, TemporaryError, UnreachableError
 from geomesh_p2p.swarm import addresses, upkeep
 from geomesh_p2p.swarm import daemon as daemons
+from geomesh_p2p.swarm import transport as transports
 from geomesh_p2p.swarm.identity import load_identity
 from geomesh_p2p.swarm.remote import BULK, CONTROL, REQUEST
 from geomesh_p2p.swarm.streams import FrameStream
@@ -615,3 +616,40 @@ async def test_an_answer_that_stops_coming_is_given_up(opened: Opener, tmp_path:
         assert asked.is_set()
     finally:
         await b.stop()
+
+
+async def test_of_two_that_dial_each_other_the_lower_id_does(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If both did at the same moment, from the ports at which they listen, neither would come through."""
+    monkeypatch.setattr(transports, "YIELD_SECONDS", PATIENCE_SECONDS)
+    heard: dict[str, list[tuple[str, Message]]] = {"a": [], "b": []}
+    low, high = sorted([await opened("a", heard["a"]), await opened("b", heard["b"])], key=lambda transport: transport.peer)
+    dialled: list[str] = []
+    for one in (low, high):
+        assert one.daemon is not None
+        monkeypatch.setattr(one.daemon, "connect", noting(one.daemon.connect, dialled, one.peer))
+    high.learn(low.peer, low.addresses())
+    high.send(low.peer, Leave("test"))
+    low.learn(high.peer, high.addresses())
+    low.send(high.peer, Leave("test"))
+    await eventually(lambda: bool(heard["a"]) and bool(heard["b"]))
+    assert set(dialled) == {low.peer}
+
+
+async def test_the_higher_id_dials_if_the_other_does_not(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, Message]] = []
+    low, high = sorted([await opened("a", heard), await opened("b", heard)], key=lambda transport: transport.peer)
+    dialled: list[str] = []
+    assert high.daemon is not None
+    monkeypatch.setattr(high.daemon, "connect", noting(high.daemon.connect, dialled, high.peer))
+    high.learn(low.peer, low.addresses())
+    high.send(low.peer, Leave("test"))
+    await eventually(lambda: [sender for sender, _ in heard] == [high.peer])
+    assert dialled == [high.peer]
+
+
+def noting(connect: Callable[..., Awaitable[None]], dialled: list[str], who: str) -> Callable[..., Awaitable[None]]:
+    async def noted(*arguments: object) -> None:
+        dialled.append(who)
+        await connect(*arguments)
+
+    return noted
