@@ -379,7 +379,9 @@ class Replica:
         assembled = self.member.assembled
         if (held is not None and held.update.seal == update.seal) or (assembled is not None and assembled.seal == update.seal):
             self._advance(update, "message", commit.term)
-        elif self.member.assembling(update):
+            return
+        self.member.take_contributions(sender, commit)
+        if self.member.assembling(update):
             self.member.wait_for_assembly(sender, commit)
             self.behind.wait(update.round, self.member.overtaken_until - s.now)
         elif update.body_bytes == 0:

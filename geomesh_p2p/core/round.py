@@ -322,6 +322,23 @@ class Member:
             return False
         return all(self.finished.get(c.peer) == c for c in update.contributors)
 
+    def take_contributions(self, sender: PeerId, commit: Commit) -> None:
+        """The leader's commit names every contribution to the plan at work here: a member whose own word is still under way, over
+        a longer link or behind its bytes, has finished for all that."""
+        plan, update = self.plan, commit.update
+        if plan is None or not self.exchanging or self.own_finished is None or sender != plan.term.candidate:
+            return
+        ours = (plan.term, plan.round, plan.base, plan.topology, plan.shares)
+        if (commit.term, update.round, update.base, update.topology, update.shares) != ours:
+            return
+        named = {c.peer: c for c in update.contributors}
+        missing = [peer for peer in plan.peers if peer not in self.finished]
+        if all(self.finished.get(peer, c) == c for peer, c in named.items()) and all(
+            peer in named and not contribution_fault(plan, peer, named[peer]) for peer in missing
+        ):
+            for peer in missing:
+                self.on_finished(peer, Finished(plan.digest, named[peer], 0.0))
+
     def wait_for_assembly(self, sender: PeerId, commit: Commit) -> None:
         """The exchange has as long again as it took others, or as was planned: to fetch its update takes the links twice."""
         assert self.plan is not None

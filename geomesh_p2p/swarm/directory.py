@@ -78,27 +78,6 @@ class Host(Protocol):
         """Peers that there is or was a connection with."""
         ...
 
-    async def connected(self, peer: PeerId) -> bool: ...
-
-
-class _OfConnected:
-    """hivemind's calls of one other node, made only while its peer is connected: the daemon would dial it for a call, at the
-    same moment perhaps as that one's daemon dials back, and two that dial each other fail (transport.py). Who is listed in
-    the directory is dialled by the transport."""
-
-    def __init__(self, stub: Any, peer: PeerID, host: Host) -> None:
-        self._stub, self._peer, self._host = stub, peer.to_base58(), host
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._stub, name)
-
-        async def if_connected(*arguments: Any, **options: Any) -> Any:
-            if not await self._host.connected(self._peer):
-                raise Unreachable(f"{self._peer} is not connected")
-            return await call(*arguments, **options)
-
-        return if_connected
-
 
 def sign_record(identity: Identity, key: bytes, record: Record) -> bytes:
     """The value to be stored under `key` (a DHT id)."""
@@ -213,8 +192,7 @@ class Directory:
                 )
             except (P2PDaemonError, OSError) as error:
                 raise Unreachable(str(error)) from None
-            protocol, stub_of = node.protocol, node.protocol.get_stub
-            protocol.get_stub = lambda peer: _OfConnected(stub_of(peer), peer, self._host)
+            protocol = node.protocol
             protocol.storage, protocol.cache = Shelf(self._key, self._is_member), Shelf(self._key, self._is_member)
             table = protocol.routing_table
             protocol.routing_table = SmallTable(node.node_id, table.bucket_size, table.depth_modulo, self._is_member)

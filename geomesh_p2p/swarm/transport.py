@@ -41,7 +41,7 @@ from geomesh_p2p.swarm.watching import LinkWatch
 INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
 ABSENT_SECONDS = 300.0           # without streams, news or wishes: who was no member is forgotten
-YIELD_SECONDS = 1.0              # in which the peer with the lower id dials the other
+YIELD_SECONDS = 3.0              # in which, of two that meet, the one with the lower id dials
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -279,7 +279,7 @@ class Libp2pTransport:
             raise Unreachable(f"{peer}: {route.why}")
         if route.relayed:
             await learn_caps(daemon, route.addresses, self.circuits)
-        elif self.peer > peer and await self._dialled_by(peer, daemon):
+        elif peer not in self._met_peers and self.peer > peer and await self._dialled_by(peer, daemon):
             return
         await daemon.connect(peer, route.addresses)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -76,6 +77,26 @@ def test_a_commit_that_overtakes_the_exchange_waits_for_it() -> None:
     assert order(member.handle(offer(follow), 5.2)) == []
     actions = order(member.handle(ev.Assembled(p.digest, update(p)), 5.3))
     assert actions == ["AppendCommit", "SaveDurable", "StartExchange", "Train"], "the kept plan follows the commit"
+
+
+def test_a_commit_that_overtakes_the_word_of_a_contributor_stands_for_it() -> None:
+    member, offered = replica("c"), plan()
+    made = update(offered)
+    member.handle(ev.Received("a", m.PlanOffer(offered)), 0.0)
+    for peer in "ac":
+        final = m.Finished(offered.digest, contribution(offered, peer), 4.0)
+        event = ev.Trained(offered.digest, final.contribution, 4.0) if peer == "c" else ev.Received(peer, final)
+        member.handle(event, 4.0)
+    others = m.Commit(T1, replace(made, contributors=tuple(contribution(offered, peer, "!") for peer in "abc")))
+    for sender, commit in (("b", m.Commit(T1, made)), ("a", m.Commit(T2, made)), ("a", others)):
+        assert not of_kind(copy.deepcopy(member).handle(ev.Received(sender, commit), 5.0), ev.MemberFinished)
+    actions = member.handle(ev.Received("a", m.Commit(T1, made)), 5.0)
+    assert [action.contribution for action in of_kind(actions, ev.MemberFinished)] == [contribution(offered, "b")]
+    assert not of_kind(actions, ev.ProveClaim)
+    assert not of_kind(actions, ev.CatchUp)
+    late = m.Finished(offered.digest, contribution(offered, "b"), 4.0)
+    assert not of_kind(member.handle(ev.Received("b", late), 5.1), ev.MemberFinished)
+    assert of_kind(member.handle(ev.Assembled(offered.digest, made), 5.2), ev.AppendCommit)
 
 
 def test_a_plan_is_accepted_once_and_older_ones_are_refused() -> None:
