@@ -228,8 +228,7 @@ class Member:
             return ""
         if self.plan.of(sender) is None or sender in self.finished or sender in self.blamed or not self.exchanging:
             return ""
-        fault = contribution_fault(self.plan, sender, c) if self.s.rules.on("ranges_within") else ""
-        if fault:
+        if fault := self._fault(self.plan, sender, c):
             self.blamed.add(sender)
             self.s.note("blame", peer_id=sender, peer_site=self.s.site_of(sender), round=self.plan.round, reason=fault)
             return fault
@@ -238,6 +237,9 @@ class Member:
             self.exchange_since = self.s.now
         self.s.out.append(MemberFinished(message.plan, c))
         return ""
+
+    def _fault(self, plan: Plan, peer: PeerId, c: Contribution) -> str:
+        return contribution_fault(plan, peer, c) if self.s.rules.on("ranges_within") else ""
 
     def on_close(self, plan: Digest) -> None:
         if self.current(plan) and self.own_finished is None:
@@ -323,8 +325,8 @@ class Member:
         return all(self.finished.get(c.peer) == c for c in update.contributors)
 
     def take_contributions(self, sender: PeerId, commit: Commit) -> None:
-        """The leader's commit names every contribution to the plan at work here: a member whose own word is still under way, over
-        a longer link or behind its bytes, has finished for all that."""
+        """The leader's commit names every contribution to the plan at work here: whose own word is still under way, over a
+        longer link or behind its bytes, has finished for all that."""
         plan, update = self.plan, commit.update
         if plan is None or not self.exchanging or self.own_finished is None or sender != plan.term.candidate:
             return
@@ -332,10 +334,10 @@ class Member:
         if (commit.term, update.round, update.base, update.topology, update.shares) != ours:
             return
         named = {c.peer: c for c in update.contributors}
+        if any(self.finished.get(peer, c) != c for peer, c in named.items()):
+            return
         missing = [peer for peer in plan.peers if peer not in self.finished]
-        if all(self.finished.get(peer, c) == c for peer, c in named.items()) and all(
-            peer in named and not contribution_fault(plan, peer, named[peer]) for peer in missing
-        ):
+        if all(peer in named and not self._fault(plan, peer, named[peer]) for peer in missing):
             for peer in missing:
                 self.on_finished(peer, Finished(plan.digest, named[peer], 0.0))
 

@@ -22,7 +22,7 @@ WITHOUT = {
     "held_survives": ("commit-crash", 0, "another update for round"),
     "newest_attempt": ("late-reports", 6544, "another update for round"),
     "count_view": ("slow-out", 7, "no quorum of"),
-    "ranges_within": ("partitions", 3, "credited already"),
+    "ranges_within": ("partitions", 7, "credited already"),
     "no_retrain": ("restarts", 1057, "two contributions for one plan"),
     "held_again": ("partial-hold", 706, "another update for round"),
     "stop_lower_terms": ("old-leader", 317, "another update for round"),
