@@ -59,6 +59,17 @@ def test_equal_sites_do_not_wait_for_each_other_and_unequal_ones_do_unless_plann
     assert planned.straggler < uneven.straggler
 
 
+def test_who_trains_ahead_in_short_rounds_takes_small_batches_and_many_steps(tmp_path: Path) -> None:
+    where = load_setting("paper")
+    asked = METHODS["geomesh-delayed"].run_config(SMALL, where, 10**6)
+    assert asked.planner.critical_batch_tokens == 4 * 8 * SMALL.model.sequence_length
+    small, any_size = (play("geomesh-delayed", where, tmp_path, critical=critical)[0].plan for critical in (1.0, None))
+    for ours, theirs in zip(small.members, any_size.members, strict=True):
+        assert ours.batch <= theirs.batch
+        assert ours.inner_steps >= theirs.inner_steps
+    assert max(ours.inner_steps for ours in small.members) > 2 * max(theirs.inner_steps for theirs in any_size.members)
+
+
 def test_who_trains_ahead_waits_for_links_only_when_the_steps_are_used_up(tmp_path: Path) -> None:
     sites = [place("far", 0.2), place("near", 0.1)]
     where = setting(sites=sites, reference_round_sequences=64, links=OVER_2_MBPS)

@@ -21,9 +21,10 @@ Kind = Literal["rounds", "gradients", "async"]
 @dataclass(frozen=True)
 class Method:
     """`changes` are by section of the run file, on top of it. `length` is the round's, in reference rounds, `longest` what
-    it may grow to where the exchange takes long; `speed_steps`: inner steps follow each site's speed, at the reference's
-    batch; `frozen`: the first plan stands for the whole run; `rate_share`: its inner learning rate, of the run file's;
-    `varied`: keys of the run file that were changed on demand."""
+    it may grow to where the exchange takes long; `critical`: its critical batch, in reference steps of all sites together;
+    `speed_steps`: inner steps follow each site's speed, at the reference's batch; `frozen`: the first plan stands for the
+    whole run; `rate_share`: its inner learning rate, of the run file's; `varied`: keys of the run file that were changed on
+    demand."""
 
     name: str
     about: str
@@ -31,6 +32,7 @@ class Method:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     length: float = 1.0
     longest: float | None = None
+    critical: float | None = None
     speed_steps: bool = False
     frozen: bool = False
     rate_share: float = 1.0
@@ -47,6 +49,9 @@ class Method:
         }  # fmt: skip
         if self.longest is not None:
             planner["max_round_tokens"] = round(setting.reference_round_sequences * self.longest * run.model.sequence_length)
+        if self.critical is not None:
+            step_sequences = setting.reference_batch * len(setting.sites)
+            planner["critical_batch_tokens"] = round(self.critical * step_sequences * run.model.sequence_length)
         if self.speed_steps:
             planner |= {"mode": "fixed", "fixed": _by_speed(setting, batch, sequences)}
         inner = {"total_tokens": total_tokens, "learning_rate": run.inner.learning_rate * self.rate_share}
@@ -80,8 +85,8 @@ LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
 # Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them.
 LONGEST = 2.25
 # Where sites train on meanwhile, short rounds cost no time, and each brings the weights together: they are as short as that
-# an exchange is covered but for 2% of them.
-DELAYED_LENGTH, DELAYED_SHARE = 0.25, 0.02
+# an exchange is covered but for 2% of them. So fast sites take batches as small as the others', and more steps.
+DELAYED_LENGTH, DELAYED_SHARE, DELAYED_CRITICAL = 0.25, 0.02, 1.0
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
 
 
@@ -104,7 +109,7 @@ def _methods() -> tuple[Method, ...]:
         Method("geomesh", "planned batch and steps, signs; a reducer answers with two bits", changes=planned, longest=LONGEST),
         Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
         Method("geomesh-delayed", "geomesh in short rounds, the next one begun while an update is on its way", changes=delayed,
-               length=DELAYED_LENGTH, longest=LONGEST),
+               length=DELAYED_LENGTH, longest=LONGEST, critical=DELAYED_CRITICAL),
         Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
         Method("geomesh-lion", "geomesh, the inner steps by Lion", changes={**planned, "inner": LION}, longest=LONGEST,
                rate_share=LION_RATE),
