@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from geomesh_p2p.errors import DataError, Interrupted
-from geomesh_p2p.lab.bench.queue import AGAIN, Played, play_all
+from geomesh_p2p.lab.bench.queue import AGAIN, Played, Trainings
 from geomesh_p2p.lab.bench.stopping import GRACE_SECONDS, Stop, Stopped
 from tests.injection.proof import fired, inject, injecting
 
@@ -79,7 +79,7 @@ def nothing() -> None:
 
 def played(store: Path, *does: str, processes: int = 2, tell: Callable[[str], Any] = lambda _text: None) -> Played:
     tasks = [Stub(f"{number}", what) for number, what in enumerate(does)]
-    return play_all(tasks, store, processes, lambda *_: None, tell, nothing)
+    return Trainings(tasks, store, processes, lambda *_: None, tell, nothing).play()
 
 
 def number_in(path: Path) -> int:

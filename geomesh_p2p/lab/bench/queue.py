@@ -65,20 +65,10 @@ class _Worker:
     index: int | None = None    # of the task that it is at
 
 
-def play_all(
-    tasks: Sequence[Task],
-    store: Path,
-    processes: int,
-    came_to: Callable[[int, Any, int], None],
-    tell: Callable[[str], None],
-    prepare: Callable[[], None],
-) -> Played:
+class Trainings:
     """All tasks in the order given, `processes` at a time. `came_to(index, outcome, done)` hears of each that succeeded, `tell`
-    of each that failed; `prepare` is called first in each worker. Raises Interrupted after SIGINT or SIGTERM."""
-    return _Queue(tasks, store, processes, came_to, tell, prepare).play()
+    of each that failed; `prepare` is called first in each worker."""
 
-
-class _Queue:
     def __init__(
         self,
         tasks: Sequence[Task],
@@ -98,6 +88,7 @@ class _Queue:
         self._ends_at: float | None = None
 
     def play(self) -> Played:
+        """Raises Interrupted after SIGINT or SIGTERM."""
         with _signals() as signals:
             try:
                 while not self._done():

@@ -20,7 +20,7 @@ from geomesh_p2p.lab.bench.asynchronous import race, train_race
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.methods import Method
 from geomesh_p2p.lab.bench.quality import choice
-from geomesh_p2p.lab.bench.queue import play_all as side_by_side
+from geomesh_p2p.lab.bench.queue import Trainings
 from geomesh_p2p.lab.bench.results import Outcome, outcome
 from geomesh_p2p.lab.bench.scaling import world_of
 from geomesh_p2p.lab.bench.settings import Setting
@@ -199,7 +199,7 @@ def play_all(queue: Sequence[Job], store: Path, processes: int, tell: Tell) -> t
         text = f"perplexity {found.figures['final_ppl']:.3f} after {found.figures['wall_seconds']:.0f} virtual seconds"
         tell(f"{queue[index].label}: {text} ({done} of {len(queue)}, {time.monotonic() - begun:.0f} s so far)")
 
-    played = side_by_side(queue, store, processes, came_to, tell, _alone)
+    played = Trainings(queue, store, processes, came_to, tell, _alone).play()
     failed = [Failed(queue[one.index].method.name, queue[one.index].seed, one.exit_code, one.text) for one in played.failures]
     return [played.found[index] for index in sorted(played.found)], failed
 
