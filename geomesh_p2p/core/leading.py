@@ -30,12 +30,15 @@ from geomesh_p2p.core.election import Won
 from geomesh_p2p.core.events import CloseTraining, NeedPlan
 from geomesh_p2p.core.log import is_quorum
 from geomesh_p2p.core.messages import Close, Finished, HeldReport, HoldAgain, PlanOffer, PlanRefused
-from geomesh_p2p.core.round import NOT_READY, RESTARTED, Member
+from geomesh_p2p.core.round import BEHIND, NOT_READY, RESTARTED, Member
 from geomesh_p2p.core.state import State
 from geomesh_p2p.core.types import GENESIS_ROUND, Assignment, Held, PeerId, Plan, Rollback, Update
 
 AT_WORK = ("training", "straggler_idle", "exchange", "commit")
-LONGEST_BENCH_ROUNDS = 8
+BENCH_ROUNDS, LONGEST_BENCH_ROUNDS = 2, 8
+"""For how long a member that held a round up is left out, that round included: twice as long each time until it contributes."""
+BEHIND_ROUNDS = 1
+"""The same for one that had not caught up yet."""
 MOST_EXCHANGE_SECONDS = 900.0    # for which it is waited for an exchange that goes on, however short it was thought
 SILENCE_SHARE = 0.25             # of a round's training for which a silent member is waited for
 Stage = Literal["recover", "collect", "planning", "open", "done"]
@@ -300,13 +303,13 @@ class Leading:
         if self.plan is None or message.plan != self.plan.digest or self.plan.of(sender) is None:
             return
         if self.s.rules.on("ranges_within") and contribution_fault(self.plan, sender, message.contribution):
-            self.lose([sender], "member_lost", bench=True)
+            self.lose([sender], "member_lost", BENCH_ROUNDS)
             return
         self.finished.add(sender)
         if message.contribution.abstains and sender not in self.s.view:
             self.abstained[sender] = self.s.now + 10 * self.s.timing.retry_seconds
             if self._voters_of(list(self.plan.peers)) < self.s.settings.min_peers:
-                self.lose([], "too_few_voters", bench=False)
+                self.lose([], "too_few_voters")
                 return
         if len(self.finished) == len(self.plan.members) and self.finished_at == float("inf"):
             self.finished_at = self.s.now
@@ -326,7 +329,8 @@ class Leading:
             return
         if refusal.reason == NOT_READY:
             self.doubted[sender] = self.s.now
-        self.lose([sender], "plan_refused", bench=refusal.reason not in (NOT_READY, RESTARTED))
+        bench = {NOT_READY: 0, RESTARTED: 0, BEHIND: BEHIND_ROUNDS}.get(refusal.reason, BENCH_ROUNDS)
+        self.lose([sender], "plan_refused", bench)
 
     def on_lost(self, reporter: PeerId, plan: Digest, peers: tuple[PeerId, ...]) -> None:
         """`reporter` missed chunk deadlines of `peers`. Whoever can still be given the update is; else they are left out."""
@@ -345,16 +349,17 @@ class Leading:
             victims = [peer for peer in peers if peer != s.me]
             if not victims and reporter != s.me:
                 victims = [reporter]
-            self.lose(victims, "member_lost", bench=True)
+            self.lose(victims, "member_lost", BENCH_ROUNDS)
 
-    def lose(self, peers: list[PeerId], reason: str, bench: bool) -> None:
+    def lose(self, peers: list[PeerId], reason: str, bench_rounds: int = 0) -> None:
         """Give this attempt up and go on with the next one, without `peers` if they are to be left out for a while."""
         s, plan = self.s, self.plan
         if plan is None or self._holds_newest(s.held_next()):
             return
-        for peer in peers if bench else []:
-            strikes = self.strikes[peer] = self.strikes.get(peer, 0) + 1
-            self.benched[peer] = s.round + min(2**strikes, LONGEST_BENCH_ROUNDS)
+        for peer in peers if bench_rounds else []:
+            strikes = self.strikes.get(peer, 0)
+            self.benched[peer] = s.round + min(bench_rounds * 2**strikes, LONGEST_BENCH_ROUNDS)
+            self.strikes[peer] = strikes + 1
         self._next_attempt(plan, reason)
 
     def _next_attempt(self, plan: Plan, reason: str) -> None:
@@ -532,7 +537,7 @@ class Leading:
                 self._remind(plan, member.peer)
         self.waiting = f"the contributions of {s.sites(peer for peer in plan.peers if peer not in self.finished)}"
         if gone or late:
-            self.lose(gone + late, "member_lost", bench=bool(late))
+            self.lose(gone + late, "member_lost", BENCH_ROUNDS if late else 0)
             return
         if self.finished_at < float("inf"):
             self.waiting = "the exchange"
@@ -545,7 +550,7 @@ class Leading:
                     self._fetch_reported()
                 else:
                     self.gather = True
-                    self.lose([], "exchange_failed", bench=False)
+                    self.lose([], "exchange_failed")
 
     def _given_up(self, plan: Plan, peer: PeerId) -> bool:
         """Whether a member that is not heard is planned without. In a long round, while others still train anyway, it may be

@@ -234,7 +234,14 @@ class Directory:
         self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
         record = replace(self._record, serial=time.time_ns(), expires=self._expires)
         value = sign_record(self._host.identity, self._key, record)
+        self._keep(node, self._host.identity.peer, value, self._expires)
         return bool(await node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
+
+    def _keep(self, node: DHTNode, peer: PeerId, value: bytes, expires: float) -> None:
+        """Have it here too: whoever comes may know no other node, and of those nearest to the key, which hivemind stores at, it
+        could reach none."""
+        protocol = node.protocol
+        protocol.storage.store_subkey(DHTID.from_bytes(self._key), peer, protocol.serializer.dumps(value), expires)
 
     async def _refresh(self) -> None:
         while True:
@@ -255,7 +262,7 @@ class Directory:
         if found is None or not isinstance(found.value, dict):
             return []
         now, records = time.monotonic(), []
-        for peer, (value, _expires) in self._chosen(found.value):
+        for peer, (value, expires) in self._chosen(found.value):
             try:
                 record = open_record(self._key, str(peer), value)
             except RecordError as error:
@@ -268,6 +275,7 @@ class Directory:
                 self.ignored["record: expired"] += 1
                 continue
             records.append(record)
+            self._keep(node, record.peer, value, expires)
         self._seen = self._still_to_know(found.value, now)
         return sorted(records, key=lambda record: -record.serial)
 

@@ -145,7 +145,7 @@ def test_one_slow_link(tmp_path: Path) -> None:
             mesh.prove()
             times = [note["at"] for note in mesh["a"].commits() if note["at"] > begun]
             assert max(later - earlier for earlier, later in pairwise(times)) <= 2.0 * usual, "bounded from the first round on"
-            assert round_seconds(mesh, 4) <= 1.5 * usual, "and planned for"
+            assert round_seconds(mesh, 4) <= 1.75 * usual, "and planned for: two bits of every parameter come back"
             plan = await mesh.until(lambda: mesh["a"].replica.plan)
             assert plan.exchange_seconds > 5 * planned, "deadlines and predictions follow what was measured"
             assert [reason for reason in plan.reasons if "slowest way" in reason and ("d to" in reason or "to d" in reason)]

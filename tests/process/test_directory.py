@@ -358,3 +358,32 @@ async def test_the_directory_dials_nobody(place: Callable[..., Awaitable[Place]]
     await c.transport.seeds.connect(b.transport.addresses())
     assert b.directory._node is not None
     assert await b.directory._node.protocol.call_ping(PeerID.from_base58(c.transport.peer)) == c.directory._node.node_id  # type: ignore[union-attr]
+
+
+async def test_any_peer_of_a_settled_run_shows_a_joiner_the_others(place: Callable[..., Awaitable[Place]]) -> None:
+    """hivemind stores records at the five nodes nearest to the key; a joiner that knows another one reaches none of them."""
+    places = [await place(f"p{number}") for number in range(8)]
+    for number, one in enumerate(places):
+        for other in places[:number]:
+            await one.transport.seeds.connect(other.transport.addresses())
+            other.transport.learn(one.transport.peer, one.transport.addresses())
+            other.transport._met_peers[one.transport.peer] = None
+    for number, one in enumerate(places):
+        assert await one.directory.announce(record(f"p{number}", round=1))
+    for number, one in enumerate(places):  # those of before lie at the first of all
+        assert await one.directory.announce(record(f"p{number}", round=2))
+    for one in places:
+        await one.sees(lambda records: len(records) == 7 and {record.round for record in records} == {2})
+    key = DHTID.generate(source="geomesh/demo")
+
+    def distance(of: Place) -> int:
+        assert of.directory._node is not None
+        return of.directory._node.node_id.xor_distance(key)
+
+    farthest = max(places, key=distance)
+    joiner = await place("joiner")
+    assert joiner.transport.daemon is not None
+    await joiner.transport.daemon.disconnect(places[0].transport.peer)
+    await joiner.transport.seeds.connect(farthest.transport.addresses())
+    found = await joiner.directory.peers()
+    assert {record.site for record in found} == {f"p{number}" for number in range(8)}

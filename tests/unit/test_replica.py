@@ -13,7 +13,7 @@ from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.log import LogState, RoundLog
 from geomesh_p2p.core.replica import Replica, Settings
-from geomesh_p2p.core.round import NOT_READY, RESTARTED
+from geomesh_p2p.core.round import BEHIND, NOT_READY, RESTARTED
 from geomesh_p2p.core.types import NO_TERM, Plan, Range, Term
 from tests.unit.replicas import BASE, RUN, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
 
@@ -167,6 +167,44 @@ def test_a_leader_commits_only_its_newest_attempt() -> None:
     for peer in "bc":
         late = m.HeldReport(4, leader.term, 1, first.digest, update(first))
         assert order(leader.handle(ev.Received(peer, late), 23.4)) == []
+
+
+@pytest.mark.parametrize(("reason", "first_round"), [(NOT_READY, 5), (BEHIND, 5), ("it has a fault", 6)])
+def test_a_member_that_had_not_caught_up_misses_that_round_alone(reason: str, first_round: int) -> None:
+    leader, now = replica("a"), 21.0
+    elect(leader)
+    base, actions, members = BASE, list[ev.Action](), dict[int, tuple[str, ...]]()
+    for round in (4, 5, 6):
+        needs = of_kind(actions, ev.NeedPlan)
+        while not needs:
+            now += 0.5
+            for peer in "bcd":
+                leader.handle(beat(peer, leader.term, "a", leader.round, leader.digest), now)
+            needs = of_kind(leader.handle(ev.Tick(), now), ev.NeedPlan)
+        members[round] = needs[0].members
+        p = plan(leader.term, 1, "".join(needs[0].members), start=100 * round, round=round, base=base)
+        leader.handle(ev.Planned(p), now)
+        if round == 4:
+            (need,) = of_kind(
+                leader.handle(ev.Received("d", m.PlanRefused(p.digest, leader.term, "a", 3, BASE, reason)), now), ev.NeedPlan
+            )
+            assert need.members == ("a", "b", "c")
+            p = plan(leader.term, 2, "abc", start=100 * round, round=round, base=base)
+            leader.handle(ev.Planned(p), now)
+        made = update(p, "".join(leader.view))
+        leader.handle(ev.Trained(p.digest, contribution(p, "a"), 4.0), now)
+        for peer in p.peers[1:]:
+            leader.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), now)
+        now += 0.5
+        leader.handle(beat("d", leader.term, "a", leader.round, leader.digest), now)
+        actions = leader.handle(ev.Assembled(p.digest, made), now)
+        for peer in p.peers[1:]:
+            report = m.HeldReport(round, p.term, p.attempt, p.digest, made)
+            actions += leader.handle(ev.Received(peer, report), now)
+        assert leader.round == round
+        base = made.digest
+    assert members[4] == ("a", "b", "c", "d")
+    assert min(round for round in (5, 6) if "d" in members[round]) == first_round
 
 
 def test_an_unsaved_promise_stops_the_peer() -> None:
