@@ -123,6 +123,9 @@ class Replica:
             case ev.ExchangeLost(plan, peers):
                 self._exchange_lost(plan, peers)
             case ev.ExchangeMoved(plan):
+                member.on_moved(plan)
+                if member.overtaken is not None:
+                    self.behind.wait(s.round + 1, self._assembly_seconds())
                 if leading is not None:
                     leading.on_moved(plan)
             case ev.FetchedHeld(held):
@@ -348,8 +351,8 @@ class Replica:
     def _learn(self, peer: PeerId, round: int, digest: Digest, proved: bool = False) -> None:
         awaited = bool(self.s.leaving) and self.member.plan is None     # the commit that lets this peer go
         soon_seconds = 0.0
-        if self.member.overtaken is not None:  # until then the exchange has time; afterwards none
-            soon_seconds = max(0.0, self.member.overtaken_until - self.s.now) if self.member.overtaken_until < inf else 0.0
+        if self.member.overtaken is not None:
+            soon_seconds = self._assembly_seconds()
         elif self.member.exchanging or self.s.held_next() is not None or awaited:
             soon_seconds = 2 * self.s.timing.retry_seconds
         self.behind.learn(peer, round, digest, soon_seconds, proved)
@@ -383,7 +386,8 @@ class Replica:
         self.member.take_contributions(sender, commit)
         if self.member.assembling(update):
             self.member.wait_for_assembly(sender, commit)
-            self.behind.wait(update.round, self.member.overtaken_until - s.now)
+            self.behind.wait(update.round, self._assembly_seconds())
+            self.behind.learn(sender, update.round, update.digest, self._assembly_seconds(), proved=update.base == s.log.digest)
         elif update.body_bytes == 0:
             s.save_held(Held(commit.term, 0, b"", update))
             self._advance(update, "message", commit.term)
@@ -391,6 +395,11 @@ class Replica:
             self.leaving.let_go = update
         else:
             self.behind.learn(sender, update.round, update.digest, 0.0, proved=update.base == s.log.digest)
+
+    def _assembly_seconds(self) -> float:
+        """For how long the exchange may still bring what others have committed; none once it was waited for in vain."""
+        until = self.member.overtaken_until
+        return max(0.0, until - self.s.now) if until < inf else 0.0
 
     def _overtaken(self) -> None:
         """The exchange has brought the update whose commit came before it."""

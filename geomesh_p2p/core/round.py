@@ -76,7 +76,7 @@ class Member:
         self.wanted_as: Rank = NO_RANK           # the rank under which it is then reported
         self.exchange_since = float("inf")       # since when all contributions are final
         self.overtaken: tuple[PeerId, Commit] | None = None
-        self.overtaken_until = float("inf")
+        self.overtaken_until = self.overtaken_limit = float("inf")
         self.repeat_at = float("inf")
 
     # -------------------------------------------------------------- plans
@@ -322,7 +322,13 @@ class Member:
         """Whether the exchange going on here will bring the body of `update`."""
         if not self.exchanging or self.plan is None or self.plan.round != update.round or not update.contributors:
             return False
-        return all(self.finished.get(c.peer) == c for c in update.contributors)
+        return self._agrees_with(update) and all(c.peer in self.finished for c in update.contributors)
+
+    def _agrees_with(self, update: Update) -> bool:
+        """Whether what is known here of contributions is in `update`, no more and no less: it may be another attempt's."""
+        known = {peer: c for peer, c in self.finished.items() if not c.abstains}
+        named = {c.peer: c for c in update.contributors}
+        return known.keys() <= named.keys() and all(self.finished.get(peer, c) == c for peer, c in named.items())
 
     def take_contributions(self, sender: PeerId, commit: Commit) -> None:
         """The leader's commit names every contribution to the plan at work here: whose own word is still under way, over a
@@ -331,23 +337,33 @@ class Member:
         if plan is None or not self.exchanging or self.own_finished is None or sender != plan.term.candidate:
             return
         ours = (plan.term, plan.round, plan.base, plan.topology, plan.shares)
-        if (commit.term, update.round, update.base, update.topology, update.shares) != ours:
+        if (commit.term, update.round, update.base, update.topology, update.shares) != ours or not self._agrees_with(update):
             return
         named = {c.peer: c for c in update.contributors}
-        if any(self.finished.get(peer, c) != c for peer, c in named.items()):
-            return
         missing = [peer for peer in plan.peers if peer not in self.finished]
         if all(peer in named and not self._fault(plan, peer, named[peer]) for peer in missing):
             for peer in missing:
                 self.on_finished(peer, Finished(plan.digest, named[peer], 0.0))
 
     def wait_for_assembly(self, sender: PeerId, commit: Commit) -> None:
-        """The exchange has as long again as it took others, or as was planned: to fetch its update takes the links twice."""
+        """The exchange has as long again as it took others, or as was planned, for to fetch its update takes the links twice;
+        but only while some of it comes: others that have gone on send no more."""
         assert self.plan is not None
         if self.overtaken is None:
             seconds = max(self.plan.exchange_seconds, self.s.now - self.exchange_since)
-            self.overtaken_until = self.s.now + seconds + 2 * self.s.timing.retry_seconds
+            self.overtaken_limit = self.s.now + seconds + 2 * self.s.timing.retry_seconds
+            self.overtaken_until = self._while_moving()
         self.overtaken = (sender, commit)
+
+    def on_moved(self, plan: Digest) -> None:
+        """Some of the exchange of `plan` has come."""
+        if self.overtaken_until < float("inf") and self.plan is not None and plan == self.plan.digest:
+            self.overtaken_until = self._while_moving()
+
+    def _while_moving(self) -> float:
+        timing = self.s.timing
+        patience = max(2 * timing.retry_seconds, timing.heartbeat_limit_seconds / 2)
+        return min(self.overtaken_limit, self.s.now + patience)
 
     def stop_exchange(self, reason: str) -> None:
         if self.exchanging and self.plan is not None:
@@ -376,7 +392,7 @@ class Member:
         self.plan, self.finished, self.own_finished, self.assembled, self.work = None, {}, None, None, None
         self.given_up = None
         self.exchanging, self.wanted, self.overtaken = False, None, None
-        self.overtaken_until = self.repeat_at = float("inf")
+        self.overtaken_until = self.overtaken_limit = self.repeat_at = float("inf")
         self.early = {key: value for key, value in self.early.items() if value.contribution.round > self.s.round}
 
     def abandon(self, reason: str) -> None:

@@ -585,19 +585,36 @@ def test_an_exchange_is_given_up_when_nothing_of_it_comes_and_not_because_it_tak
     assert 900.0 <= seconds_until_given_up(3000.0) <= 902.0, "there is an end to it"
 
 
-def test_a_commit_that_overtakes_a_slow_exchange_waits_as_long_again_as_it_took_the_others() -> None:
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_commit_that_overtakes_a_slow_exchange_waits_as_long_again_as_it_took_the_others_while_it_moves(moves: bool) -> None:
     member, p = replica("b"), plan()
     member.handle(offer(p), 1.0)
     member.handle(ev.Trained(p.digest, contribution(p, "b"), 4.0), 5.0)
     for peer in "ac":
         member.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), 5.0)
-    now, asked = 5.0 + 100 * p.exchange_seconds, list[ev.ProveClaim]()
+    now, begun = 5.0 + 100 * p.exchange_seconds, list[ev.CatchUp]()
     assert order(member.handle(ev.Received("a", m.Commit(T1, update(p))), now)) == []
-    until = now + 100 * p.exchange_seconds
-    while not asked:
+    until = now + (100 * p.exchange_seconds if moves else 0.0)
+    while not begun and now < until + 100.0:
         now += 0.5
-        asked = of_kind(claims(member, "a", 4, now) + member.handle(ev.Tick(), now), ev.ProveClaim)
+        if moves:
+            member.handle(ev.ExchangeMoved(p.digest), now)
+        begun = of_kind(claims(member, "c", 4, now) + member.handle(ev.Tick(), now), ev.CatchUp)
     assert until <= now <= until + 5.0
+    assert begun[0].sources[0] == "a", "who has shown it"
+
+
+def test_a_commit_of_an_attempt_without_this_peer_is_not_waited_for() -> None:
+    member, first = replica("c"), plan()
+    made = update(plan(attempt=2, members="ab"))
+    member.handle(offer(first), 1.0)
+    member.handle(ev.Trained(first.digest, contribution(first, "c"), 4.0), 5.0)
+    for heard in ("", "a", "b"):
+        if heard:
+            member.handle(ev.Received(heard, m.Finished(first.digest, contribution(first, heard), 4.0)), 5.0)
+        actions = copy.deepcopy(member).handle(ev.Received("a", m.Commit(T1, made)), 5.5)
+        assert not of_kind(actions, ev.MemberFinished)
+        assert of_kind(actions, ev.CatchUp)
 
 
 def test_a_leader_lets_others_take_as_long_again_as_its_own_exchange_took_before_it_sends_them_all() -> None:
