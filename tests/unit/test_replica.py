@@ -597,9 +597,10 @@ def test_a_commit_that_overtakes_a_slow_exchange_waits_as_long_again_as_it_took_
     until = now + (100 * p.exchange_seconds if moves else 0.0)
     while not begun and now < until + 100.0:
         now += 0.5
-        if moves:
-            member.handle(ev.ExchangeMoved(p.digest), now)
-        begun = of_kind(claims(member, "c", 4, now) + member.handle(ev.Tick(), now), ev.CatchUp)
+        actions = member.handle(ev.ExchangeMoved(p.digest), now) if moves else []
+        for peer in "ca":
+            actions += member.handle(beat(peer, T1, "a", round=4, digest=update(p).digest), now)
+        begun = of_kind(actions + member.handle(ev.Tick(), now), ev.CatchUp)
     assert until <= now <= until + 5.0
     assert begun[0].sources[0] == "a", "who has shown it"
 
