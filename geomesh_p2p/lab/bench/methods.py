@@ -82,12 +82,17 @@ NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.
 LION_RATE = 0.25
 LION: Fields = {"optimizer": "lion", "betas": (0.9, 0.99), "weight_decay": 0.4}
-# Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them.
-LONGEST = 2.25
+# Rounds grow, to a little more than twice the reference at most, until the exchange takes 7% of them. In as many tokens fast
+# sites take batches as small as the others', and more steps: no larger ones than the reference's, of all sites together.
+LONGEST, CRITICAL = 2.25, 1.0
 # Where sites train on meanwhile, short rounds cost no time, and each brings the weights together: they are as short as that
-# an exchange is covered but for 2% of them. So fast sites take batches as small as the others', and more steps.
-DELAYED_LENGTH, DELAYED_SHARE, DELAYED_CRITICAL = 0.25, 0.02, 1.0
+# an exchange is covered but for 2% of them.
+DELAYED_LENGTH, DELAYED_SHARE = 0.25, 0.02
 PLANNED: Fields = {"mode": "planned", "exchange_share": 0.07}
+
+
+def _planned(name: str, about: str, changes: dict[str, Fields], **more: Any) -> Method:
+    return Method(name, about, changes=changes, longest=LONGEST, critical=CRITICAL, **more)
 
 
 def _methods() -> tuple[Method, ...]:
@@ -96,6 +101,7 @@ def _methods() -> tuple[Method, ...]:
     planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
     delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed", "exchange_share": DELAYED_SHARE}}
     fp32 = {"codec": FP32, "planner": PLANNED}
+    lion = {**planned, "inner": LION}
     return (
         Method("ddp", "gradients averaged after every step, fp32", "gradients", {**diloco, "outer": NO_OUTER}),
         Method("diloco", "equal batch and steps, fp32, at the reference round length", changes=diloco),
@@ -106,14 +112,13 @@ def _methods() -> tuple[Method, ...]:
         Method("diloco-steps", "inner steps in proportion to speed, fp32", changes=diloco, speed_steps=True),
         Method("diloco-1bit", "diloco with signs on the wire", changes={"outer": OUTER_SIGNS}),
         Method("async", "each site sends when it is done, fp32, delayed Nesterov", "async", diloco),
-        Method("geomesh", "planned batch and steps, signs; a reducer answers with two bits", changes=planned, longest=LONGEST),
-        Method("geomesh-fp32", "planned batch and steps, fp32", changes=fp32, longest=LONGEST),
-        Method("geomesh-delayed", "geomesh in short rounds, the next one begun while an update is on its way", changes=delayed,
-               length=DELAYED_LENGTH, longest=LONGEST, critical=DELAYED_CRITICAL),
+        _planned("geomesh", "planned batch and steps, signs; a reducer answers with two bits", planned),
+        _planned("geomesh-fp32", "planned batch and steps, fp32", fp32),
+        _planned("geomesh-delayed", "geomesh in short rounds, the next one begun while an update is on its way", delayed,
+                 length=DELAYED_LENGTH),
         Method("diloco-lion", "diloco, the inner steps by Lion", changes={**diloco, "inner": LION}, rate_share=LION_RATE),
-        Method("geomesh-lion", "geomesh, the inner steps by Lion", changes={**planned, "inner": LION}, longest=LONGEST,
-               rate_share=LION_RATE),
-        Method("geomesh-static", "geomesh with its first plan for ever", changes=planned, longest=LONGEST, frozen=True),
+        _planned("geomesh-lion", "geomesh, the inner steps by Lion", lion, rate_share=LION_RATE),
+        _planned("geomesh-static", "geomesh with its first plan for ever", planned, frozen=True),
     )
 
 
