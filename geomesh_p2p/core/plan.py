@@ -55,13 +55,15 @@ class Slot:
 class Sites:
     """The peers to plan for, one profile each; their links and the steps of their last round as far as known (a table of links
     holds all of them, in the order of the sites' names). The members of the plan contain a quorum of `view` if `profiles` do,
-    and are at least `min_members`."""
+    and are at least `min_members`. Those to `try_again` are not left out for their links, which may be better by now, unless
+    the round would more than double for it."""
 
     profiles: tuple[Profile, ...]
     links: tuple[Link, ...] | LinkTable = ()
     reports: tuple[StepReport, ...] = ()
     view: tuple[PeerId, ...] = ()
     min_members: int = 1
+    try_again: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -265,11 +267,13 @@ def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
         return 1 / sum(rates[i] for i in members) + ground.idle_exchange(members, schedule.seconds) / schedule.sequences
 
     kept, dropped = schedule.members, dict[int, str]()
+    bearable = ground.idle_exchange(kept, schedule.seconds) <= schedule.seconds
+    tried = {i for i in kept if ground.peers[i] in ground.inputs.sites.try_again} if bearable else set()
     while len(kept) > 1 and ground.idle_exchange(kept, schedule.seconds) > SITE_GAIN * schedule.seconds:
         pairs = ground.links.only(kept)
         slowest = int(np.argmax(payload / pairs.rates + pairs.rtts / 2))
         candidates = {kept[slowest // len(kept)], kept[slowest % len(kept)], min(kept, key=lambda i: (rates[i], i))}
-        rest = [tuple(i for i in kept if i != out) for out in sorted(candidates)]
+        rest = [tuple(i for i in kept if i != out) for out in sorted(candidates - tried)]
         rest = [members for members in rest if ground.allowed(members)]
         if not rest:
             break

@@ -10,9 +10,30 @@ from geomesh_p2p.core.layout import Layout
 from geomesh_p2p.core.log import LogState, RoundLog
 from geomesh_p2p.core.messages import Heartbeat
 from geomesh_p2p.core.plan import PlanInputs, Sites, Slot, WorkLeft, plan_round, replan_attempt
-from geomesh_p2p.core.types import Plan, StepReport
+from geomesh_p2p.core.types import PeerId, Plan, StepReport
 
 ALL_POSITIONS = 2**40
+FIRST_TRY_ROUNDS, LAST_TRY_ROUNDS = 8, 64
+
+
+class LeftOut:
+    """Peers that plans leave out: their links are measured in exchanges alone, so each is tried again after a while, which
+    doubles each time."""
+
+    def __init__(self) -> None:
+        self._waits: dict[PeerId, tuple[int, int]] = {}      # the round to try it in, and rounds until the try after that
+
+    def due(self, round: int) -> frozenset[PeerId]:
+        return frozenset(peer for peer, (again, _) in self._waits.items() if round >= again)
+
+    def planned(self, round: int, among: frozenset[PeerId], members: frozenset[PeerId]) -> None:
+        """The plan of `round` has taken `members` of those there are."""
+        due = self.due(round)
+        for peer in set(self._waits) - among | (members - due):
+            self._waits.pop(peer, None)
+        for peer in due | (among - members - set(self._waits)):
+            wait = self._waits[peer][1] if peer in self._waits else FIRST_TRY_ROUNDS
+            self._waits[peer] = round + wait, min(2 * wait, LAST_TRY_ROUNDS)
 
 
 class LeadersPlanner:
@@ -26,6 +47,7 @@ class LeadersPlanner:
             answer_bytes=codec.part_bytes(layout, run.codec, 0, layout.parameters),
         )
         self.previous: Plan | None = None
+        self._left_out = LeftOut()
 
     def make(self, need: NeedPlan, beats: tuple[Heartbeat, ...], log: LogState) -> Plan:
         """The plan for `need`, whose members' newest heartbeats are `beats`. Raises ValueError, saying what is missing."""
@@ -45,6 +67,7 @@ class LeadersPlanner:
                 ),
                 view=log.voters,
                 min_members=self.run.run.min_peers,
+                try_again=self._left_out.due(need.round),
             ),
             work=WorkLeft(
                 volume=self.volume,
@@ -59,4 +82,5 @@ class LeadersPlanner:
         plan = make(inputs, self.run.planner, self.run.inner)
         if need.previous is None:
             self.previous = plan
+            self._left_out.planned(need.round, frozenset(need.members), frozenset(plan.peers))
         return plan

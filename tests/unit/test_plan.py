@@ -318,6 +318,12 @@ def test_a_site_whose_links_cost_more_than_its_work_brings_follows() -> None:
     assert plan.planned_tokens / (plan.train_seconds + plan.exchange_seconds) > kept.planned_tokens / (
         kept.train_seconds + kept.exchange_seconds
     )
+    again = inputs(profiles, links=lame)
+    again = replace(again, sites=replace(again.sites, try_again=frozenset({"id-rtx"})))
+    assert len(plan_round(again, PlannerSection(), INNER).members) == 3, "which would more than double the round"
+    longer = PlannerSection(round_tokens=4 * PlannerSection().round_tokens)
+    assert len(plan_round(inputs(profiles, links=lame), longer, INNER).members) == 3
+    assert len(plan_round(again, longer, INNER).members) == 4
     # In long rounds the same links do not matter.
     assert len(plan_round(inputs(profiles, links=lame), PlannerSection(round_tokens=4_000_000), INNER).members) == 4
 
