@@ -171,9 +171,6 @@ class Libp2pTransport:
         """Peers that there is or was a connection with, for the directory."""
         return tuple(self._met_peers)
 
-    async def connected(self, peer: PeerId) -> bool:
-        return self.daemon is not None and await self.daemon.connected(peer)
-
     async def _dial(self, target: Address) -> None:
         """Raises Unreachable. An address is believed once it has answered: the peer may be connected from another one."""
         if self.daemon is None:

@@ -354,7 +354,8 @@ async def test_the_directory_dials_nobody(place: Callable[..., Awaitable[Place]]
         node = one.directory._node
         assert node is not None
         assert await node.protocol.call_ping(PeerID.from_base58(other.transport.peer)) is None
-        assert not await one.transport.connected(other.transport.peer)
+        assert one.transport.daemon is not None
+        assert not await one.transport.daemon.connected(other.transport.peer)
     await c.transport.seeds.connect(b.transport.addresses())
     assert b.directory._node is not None
     assert await b.directory._node.protocol.call_ping(PeerID.from_base58(c.transport.peer)) == c.directory._node.node_id  # type: ignore[union-attr]
