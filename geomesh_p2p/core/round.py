@@ -39,6 +39,7 @@ NOT_READY = "not ready"      # its engine is not there yet
 LEAVING = "leaving"
 
 GIVE_UP_LIMITS = 4           # heartbeat limits beyond its deadline, after which a plan is given up if its leader is silent
+STILL_SHARE = 0.25            # of what an exchange takes: nothing of it comes for so long where links are slow
 STASH = 64                   # Finished messages kept that came before their plan
 
 
@@ -77,6 +78,7 @@ class Member:
         self.exchange_since = float("inf")       # since when all contributions are final
         self.overtaken: tuple[PeerId, Commit] | None = None
         self.overtaken_until = self.overtaken_limit = float("inf")
+        self.overtaken_patience = 0.0
         self.repeat_at = float("inf")
 
     # -------------------------------------------------------------- plans
@@ -352,6 +354,7 @@ class Member:
         if self.overtaken is None:
             seconds = max(self.plan.exchange_seconds, self.s.now - self.exchange_since)
             self.overtaken_limit = self.s.now + seconds + 2 * self.s.timing.retry_seconds
+            self.overtaken_patience = max(self.s.timing.heartbeat_limit_seconds / 2, STILL_SHARE * seconds)
             self.overtaken_until = self._while_moving()
         self.overtaken = (sender, commit)
 
@@ -361,9 +364,7 @@ class Member:
             self.overtaken_until = self._while_moving()
 
     def _while_moving(self) -> float:
-        timing = self.s.timing
-        patience = max(2 * timing.retry_seconds, timing.heartbeat_limit_seconds / 2)
-        return min(self.overtaken_limit, self.s.now + patience)
+        return min(self.overtaken_limit, self.s.now + self.overtaken_patience)
 
     def stop_exchange(self, reason: str) -> None:
         if self.exchanging and self.plan is not None:

@@ -13,7 +13,7 @@ from geomesh_p2p.core import events as ev
 from geomesh_p2p.core import messages as m
 from geomesh_p2p.core.log import LogState, RoundLog
 from geomesh_p2p.core.replica import Replica, Settings
-from geomesh_p2p.core.round import BEHIND, NOT_READY, RESTARTED
+from geomesh_p2p.core.round import BEHIND, NOT_READY, RESTARTED, STILL_SHARE
 from geomesh_p2p.core.types import NO_TERM, Plan, Range, Term
 from tests.unit.replicas import BASE, RUN, T1, T2, beat, contribution, elect, held, of_kind, order, plan, replica, sent, update
 
@@ -594,7 +594,7 @@ def test_a_commit_that_overtakes_a_slow_exchange_waits_as_long_again_as_it_took_
         member.handle(ev.Received(peer, m.Finished(p.digest, contribution(p, peer), 4.0)), 5.0)
     now, begun = 5.0 + 100 * p.exchange_seconds, list[ev.CatchUp]()
     assert order(member.handle(ev.Received("a", m.Commit(T1, update(p))), now)) == []
-    until = now + (100 * p.exchange_seconds if moves else 0.0)
+    until = now + 100 * p.exchange_seconds * (1.0 if moves else STILL_SHARE)
     while not begun and now < until + 100.0:
         now += 0.5
         actions = member.handle(ev.ExchangeMoved(p.digest), now) if moves else []
