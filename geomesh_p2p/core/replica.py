@@ -247,7 +247,8 @@ class Replica:
             if not seen.silent and not s.alive(peer):
                 seen.silent, seen.ready_since = True, None
                 left = seen.leaving and peer not in s.view
-                s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at, left=left)
+                if seen.beat.round < s.last_round:  # else it has reached the end of the run, and ended
+                    s.note("lost", peer_id=peer, peer_site=seen.beat.site, seconds=s.now - seen.at, left=left)
         for peer in [p for p, seen in s.peers.items() if s.now - seen.at > s.timing.forget_seconds and p not in s.view]:
             del s.peers[peer]
             self.behind.forget(peer)

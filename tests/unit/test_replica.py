@@ -321,6 +321,14 @@ def test_the_final_round_is_the_last_one_planned() -> None:
 
 
 @pytest.mark.case("C030")
+def test_who_has_reached_the_end_of_the_run_and_ends_is_not_lost() -> None:
+    peer = replica("a", final_round=3)
+    peer.handle(beat("b", round=3), 1.0)
+    peer.handle(beat("c", round=2), 1.0)
+    lost = [note.fields["peer_id"] for note in of_kind(peer.handle(ev.Tick(), 30.0), ev.Note) if note.kind == "lost"]
+    assert lost == ["c"]
+
+
 def test_a_peer_that_comes_back_is_ready_only_once_it_has_what_the_others_have() -> None:
     back = replica("b")
     assert not back.heartbeat_fields()["ready"], "it has heard nobody yet"
