@@ -315,12 +315,6 @@ def test_whoever_lost_a_peer_that_min_peers_asks_for_says_so_and_not_that_it_is_
         assert peer.heartbeat_fields()["phase"] == "straggler_idle", "to the leader it is at work on the plan still"
 
 
-def test_the_final_round_is_the_last_one_planned() -> None:
-    lone = replica("a", view="a", final_round=3)
-    assert not of_kind(lone.handle(ev.Tick(), 60.0), ev.NeedPlan)
-
-
-@pytest.mark.case("C030")
 def test_who_has_reached_the_end_of_the_run_and_ends_is_not_lost() -> None:
     peer = replica("a", final_round=3)
     peer.handle(beat("b", round=3), 1.0)
@@ -329,6 +323,12 @@ def test_who_has_reached_the_end_of_the_run_and_ends_is_not_lost() -> None:
     assert lost == ["c"]
 
 
+def test_the_final_round_is_the_last_one_planned() -> None:
+    lone = replica("a", view="a", final_round=3)
+    assert not of_kind(lone.handle(ev.Tick(), 60.0), ev.NeedPlan)
+
+
+@pytest.mark.case("C030")
 def test_a_peer_that_comes_back_is_ready_only_once_it_has_what_the_others_have() -> None:
     back = replica("b")
     assert not back.heartbeat_fields()["ready"], "it has heard nobody yet"
