@@ -48,7 +48,11 @@ def _steps(times: StepTimes, work: Work, schedule: Schedule, limits: Limits, kep
         text += f": fill {finish:.4g} of {schedule.seconds:.4g} s"
     if idle > 2 * IDLE_AIM:
         at_most = work.steps == schedule.high
-        limit = f"max_steps {limits.max_steps}" if schedule.high == limits.max_steps else f"{limits.steps_ratio:g} x the fewest"
+        limit = (
+            f"planner.max_steps {limits.max_steps:,}: raise it, or lower planner.round_tokens"
+            if schedule.high == limits.max_steps
+            else f"{limits.steps_ratio:g} x the fewest, planner.max_steps_ratio"
+        )
         text += f"; idle {idle:.1%}" + (f": {work.steps} steps are the most allowed ({limit})" if at_most else ": rounding")
     return text
 
@@ -112,6 +116,8 @@ def whole_round(
             found.append(f"{tokens:,} tokens are less than {aim}: steps (at most {schedule.high}) and memory allow no more")
         if schedule.idle > IDLE_AIM:
             idle += f", above the {IDLE_AIM:.1%} aimed at: limits and whole sequences leave no better fit"
+            if schedule.high == limits.max_steps and any(work.steps == schedule.high for work in schedule.works):
+                idle += f" (planner.max_steps {limits.max_steps:,} is one: raise it, or lower planner.round_tokens)"
         found.append(idle)
     text = f"{exchange.topology}, {exchange.seconds:.4g} s from the last finish to the commit"
     if exchange.other_seconds is not None:

@@ -59,8 +59,12 @@ def load_anchor(folder: Path, device: str = "cpu") -> Anchor:
 def _furthest(folder: Path) -> Path:
     sites = [site for site in (folder, *sorted(folder.glob("*/"))) if (site / "config.json").is_file()]
     saved = {site: max(rounds) for site in sites if (rounds := Snapshots(site).rounds())}
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder")
+    if not sites:
+        raise DataError(f"{folder}: neither a peer's nor a run's folder")
     if not saved:
-        raise DataError(f"{folder}: neither a peer's nor a run's folder with a snapshot in it")
+        raise DataError(f"{folder}: no snapshot in it yet: the first is saved after save.snapshot_every_rounds rounds")
     return max(saved, key=lambda site: saved[site])
 
 

@@ -176,6 +176,12 @@ def test_what_continuation_choice_cannot_do_is_said(
 def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a peer's nor a run's folder"):
         load_anchor(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        load_anchor(tmp_path / "none")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="no snapshot in it yet"):
+        load_anchor(tmp_path)
     assert cli.main(["eval", str(tmp_path / "none")]) == 4
 
 

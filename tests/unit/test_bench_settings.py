@@ -15,6 +15,7 @@ from setuptools import Distribution
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.clock import World
 from geomesh_p2p.lab.bench.settings import SHIPPED, Setting, load_setting, shipped
+from tests.unit.benching import place, setting
 
 ROOT = Path(__file__).parent.parent.parent
 MBPS = 1e6 / 8
@@ -184,6 +185,15 @@ def test_a_setting_that_says_what_cannot_be_is_refused_in_one_line(links: str, s
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(tmp_path / "mine.toml"))
     assert "Value error" not in str(caught.value)
+
+
+def test_a_pair_that_was_forgotten_is_named(tmp_path: Path) -> None:
+    sites = [place(name, 0.1) for name in ("a", "b", "c")]
+    pairs = [{"between": ["a", "b"], "mbps": 300, "rtt_ms": 95}, {"between": ["a", "c"], "mbps": 200, "rtt_ms": 20}]
+    with pytest.raises(ConfigError, match="says nothing of b and c"):
+        _ = setting(sites=sites, links={"pairs": pairs}).rtts
+    for_all_others = setting(sites=sites, links={"pairs": pairs, "most_mbps": 100})
+    assert for_all_others.rates[1, 2] == 100e6 / 8
 
 
 def test_a_region_may_have_links_of_its_own(tmp_path: Path) -> None:

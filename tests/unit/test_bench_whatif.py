@@ -185,7 +185,7 @@ def test_prices_by_site_and_setting(tmp_path: Path) -> None:
 
 def test_what_changes_on_the_way_is_said_and_not_counted() -> None:
     drift, text = json.loads(answer(RUN, Question("drift"), as_json=True)), answer(RUN, Question("drift"))
-    assert "note: the setting's 2 changes on the way are not counted" in text
+    assert "note: what changes on the way (2 in the setting) is not counted" in text
     assert drift["plan"]["straggler_idle_share"] < 0.005
 
 

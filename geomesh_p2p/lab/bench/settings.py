@@ -200,6 +200,8 @@ class Setting(Section):
         if a.region == b.region and a.region:
             return 0.0
         if not self.links.rtt_ms_file:
+            if self.links.pairs and "most_mbps" not in self.links.model_fields_set:
+                raise ConfigError(f"[links] says nothing of {a.name} and {b.name}: give the pair, or most_mbps for all others")
             return 0.0
         matrix = self._round_trips
         for one, other in ((a, b), (b, a)):

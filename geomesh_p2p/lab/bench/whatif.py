@@ -206,7 +206,7 @@ def _notes(run: RunConfig, world: World, plan: Plan, figures: dict[str, Any], qu
     if setting.links.jitter_share:
         found.append(f"jitter: the exchange is the mean of {NOISE_DRAWS} draws of the setting's noise")
     if setting.changes:
-        found.append(f"the setting's {len(setting.changes)} changes on the way are not counted")
+        found.append(f"what changes on the way ({len(setting.changes)} in the setting) is not counted")
     found += early_sending(plan, figures["exchange_seconds"])
     if figures["egress_usd_per_day"] is None:
         found.append("egress has no price: give --egress-usd-per-gb, or egress_usd_per_gb in the setting")
