@@ -208,6 +208,8 @@ def _worse(report: Report, pair: Pair) -> str:
     for key, what, more in JUDGED:
         a, b = pair.ours.get(key), pair.other.get(key)
         if measured(a) and measured(b):
+            if paired := _paired(pair, key):  # item by item, over all seeds, which medians say nothing of
+                a = b + paired["difference"]
             if abs(a - b) > ALIKE * abs(b) and not (key.endswith("_share") and percent(a) == percent(b)):
                 kind = better if (a > b) == more else worse
                 kind.append(f"{what} {_change(a, b, key)}{_certain(report, pair, key)}")
@@ -243,10 +245,15 @@ def _change(mine: float, theirs: float, key: str) -> str:
     return signed(mine / theirs) if theirs else f"{mine:.3g} instead of none"
 
 
+def _paired(pair: Pair, key: str) -> Mapping[str, Any] | None:
+    """The difference between answers to the same items, if `key` is about those."""
+    known = key == "continuation_accuracy" and pair.other_name == REFERENCE
+    return pair.ours.get("continuation_against_diloco") if known else None
+
+
 def _certain(report: Report, pair: Pair, key: str) -> str:
     """A difference of medians means little where the seeds overlap. Of answers to the same items the interval is known."""
-    paired = pair.ours.get("continuation_against_diloco") if pair.other_name == REFERENCE else None
-    if key == "continuation_accuracy" and paired:
+    if paired := _paired(pair, key):
         return f" (95% interval {100 * paired['low']:+.2f} to {100 * paired['high']:+.2f})"
     several = len(pair.ours.get("seeds") or report["seeds"]) > 1
     return " (the seeds' ranges overlap)" if several and overlap(pair.ours, pair.other, key) else ""
