@@ -62,7 +62,7 @@ def _furthest(folder: Path) -> Path:
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder")
     if not sites:
-        raise DataError(f"{folder}: neither a peer's nor a run's folder")
+        raise DataError(f"{folder}: neither a peer's nor a run's folder: there is no snapshot in it")
     if not saved:
         raise DataError(f"{folder}: no snapshot in it yet: the first is saved after save.snapshot_every_rounds rounds")
     return max(saved, key=lambda site: saved[site])
