@@ -234,8 +234,9 @@ class Directory:
         self._expires = max(get_dht_time() + self._lifetime_seconds + SKEW_SECONDS, self._expires + 0.001)
         record = replace(self._record, serial=time.time_ns(), expires=self._expires)
         value = sign_record(self._host.identity, self._key, record)
+        stored = bool(await node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
         self._keep(node, self._host.identity.peer, value, self._expires)
-        return bool(await node.store(self._name, value, self._expires, subkey=self._host.identity.peer))
+        return stored
 
     def _keep(self, node: DHTNode, peer: PeerId, value: bytes, expires: float) -> None:
         """Have it here too: whoever comes may know no other node, and of those nearest to the key, which hivemind stores at, it
