@@ -1,6 +1,6 @@
 # setup   everything into .venv (PYTHON, TORCH_SPEC and pip's own variables are honoured)
 # demo    four unequal sites train one model on this machine; writes runs/demo/report.json
-# test    the fast tests          test-all  every test          lint  style, types, import law
+# test    the fast tests          test-all  every test (as root, on Debian)          lint  style, types, import law
 # soak    hours of random faults, joins and leaves; resumable
 # test-compose the image and the mesh in containers; dashboards and alerts over a real Prometheus (as root, on Debian)
 # bench   minutes: does GeoMesh keep what it claims?     bench-full  hours: the whole comparison (docs/benchmarks.md); resumable
@@ -8,6 +8,9 @@
 
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+
+#: $(call needs,COMMANDS,PACKAGES): installs Debian's packages unless all the commands are there.
+needs = @for one in $(1); do command -v $$one >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(2); exit $$?; }; done
 
 .PHONY: help setup demo test test-all test-faultless test-compose soak lint bench-micro bench bench-full
 
@@ -26,7 +29,10 @@ test: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/process
 
 #: Those that take too long for every change; then the fault tests with their faults switched off, each of which must fail.
-test-all: test
+#: Some make networks of their own (as root).
+test-all: setup
+	$(call needs,ip tc nft,iproute2 nftables)
+	@$(MAKE) --no-print-directory test
 	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/unit tests/mesh tests/contract tests/golden
 	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/process
 	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults tests
@@ -49,7 +55,7 @@ soak: setup
 	$(BIN)/python -m tests.soak $(SOAK)
 
 test-compose: setup
-	@command -v prometheus promtool >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq prometheus; }
+	$(call needs,prometheus promtool,prometheus)
 	$(BIN)/pytest -q tests/operate
 
 #: Minutes of it, on a small model; exit code 1 unless GeoMesh keeps what it claims. The whole comparison: docs/benchmarks.md.
