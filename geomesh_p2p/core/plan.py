@@ -30,6 +30,7 @@ SLOW_WAY = 0.5    # of the median rate: a way slower than this is named
 EXCHANGE_SLACK = 0.03  # a round that was lengthened for its exchange stands while that takes no more than this above its share
 LONGER = 1.1      # rounds are lengthened by this, or by its powers
 SITE_GAIN = 0.02  # a site with slow links is left out if the round gains more than this without it
+STEPS_GAIN = 0.02  # a round is made shorter for a site that can make no more steps if it gains more than this
 GRACE_SHARE = 0.2  # of the training time, on top of planner.grace_seconds
 LR_SCALES = (0.5, 2.0)
 AHEAD_MARGIN = 1.5  # of the time from the last finish to the next plan, so much may be trained ahead, and at most
@@ -107,6 +108,7 @@ def plan_round(inputs: PlanInputs, settings: PlannerSection, inner: InnerSection
         free = ground.search(tuple(i for i in everybody if i not in dropped))
     if ground.lengthen(free):
         free = ground.search(free.members)
+    free = _without_waiting_for_steps(ground, free)
     schedule, kept = _steady(ground, free)
     bystanders = tuple(
         Bystander(site.site, dropped.get(i) or reasons.too_slow(site, schedule))
@@ -151,9 +153,12 @@ class _Ground:
         longer = min(settings.max_round_tokens, math.ceil(settings.round_tokens * LONGER**steps))
         if longer <= self.round_tokens:
             return False
-        self.round_tokens = longer
-        del self.limits
+        self.aim(longer)
         return True
+
+    def aim(self, round_tokens: int) -> None:
+        self.round_tokens = round_tokens
+        del self.limits
 
     def too_short(self, same: Schedule, free: Schedule) -> bool:
         """Whether `same`, of fewer tokens than `free`, was made for a shorter exchange than it has: its links are known better
@@ -285,6 +290,26 @@ def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
         dropped[out] = reasons.slow_links(ground.exchange(kept).seconds, ground.exchange(best).seconds, gain)
         kept = best
     return dropped
+
+
+def _without_waiting_for_steps(ground: _Ground, schedule: Schedule) -> Schedule:
+    """A shorter round instead of `schedule` where that makes a sequence cheaper: a site that has all steps it may make waits for
+    the rest of a longer one."""
+    limits, aim = ground.limits, ground.round_tokens
+    sites = [
+        (work, ground.times[i].finish(work.batch, work.steps, work.last))
+        for i, work in zip(schedule.members, schedule.works, strict=True)
+    ]
+    full = min((finish for work, finish in sites if work.steps == limits.max_steps), default=schedule.seconds)
+    if limits.exact or full >= (1 - IDLE_AIM) * schedule.seconds:
+        return schedule
+    sequences = sum(work.sequences * min(1.0, full / finish) for work, finish in sites)
+    ground.aim(math.floor(sequences) * ground.inputs.work.sequence_length)
+    shorter = ground.search(schedule.members)
+    if shorter.objective < (1 - STEPS_GAIN) * schedule.objective:
+        return shorter
+    ground.aim(aim)
+    return schedule
 
 
 def _steady(ground: _Ground, free: Schedule) -> tuple[Schedule, dict[int, reasons.Kept]]:

@@ -348,6 +348,27 @@ def test_steps_go_before_tokens_a_round() -> None:
     assert reason(few, "less than planner.round_tokens")
 
 
+def test_a_round_is_no_longer_than_its_steps_unless_the_exchange_is_dearer_than_the_waiting() -> None:
+    """A fast site with little memory has made all its steps early: without a shorter round it waits for four fifths of it."""
+    sites = (profile("fast", 0.0, 0.01, 2), profile("slow", 0.0, 0.02, 32))
+    section = PlannerSection(round_tokens=1_000 * SEQUENCE_LENGTH, max_steps=100)
+    given = inputs(sites, links=full_links(sites, 0.0, 1e9))
+    plan = plan_round(given, section, INNER)
+    check(plan, given, section)
+    assert idle(plan) <= 0.005
+    assert 0.97 * 300 * SEQUENCE_LENGTH <= plan.planned_tokens <= 300 * SEQUENCE_LENGTH
+    assert reason(plan, "shortened to 38,400 because a site that has made planner.max_steps 100 would wait")
+    following = plan_round(inputs(sites, plan, links=full_links(sites, 0.0, 1e9)), section, INNER)
+    assert [a.inner_steps for a in following.members] == [a.inner_steps for a in plan.members]
+    # 10 s of exchange a round: better to wait than to pay it after each 2 s of training.
+    dear = plan_round(inputs(sites, links=full_links(sites, 10.0, 1e9), min_members=2), section, INNER)
+    assert dear.planned_tokens >= 900 * SEQUENCE_LENGTH
+    assert reason(dear, "planner.max_steps 100 is one")
+    # The last round trains what is left.
+    last = plan_round(inputs(sites, budget_tokens=900 * SEQUENCE_LENGTH, links=full_links(sites, 0.0, 1e9)), section, INNER)
+    assert last.planned_tokens == 900 * SEQUENCE_LENGTH
+
+
 def test_a_dear_exchange_is_named_with_the_round_that_would_pay_it() -> None:
     plan = plan_round(inputs(paper(), links=full_links(paper(), 0.2, 2e5)), PlannerSection(), INNER)
     (text,) = [reason for reason in plan.reasons if "exchange_share" in reason]
