@@ -264,7 +264,7 @@ def _module(section: ModelSection, config: Any, weights: bool = True) -> Any:
 
     def load(path: str) -> Any:
         if section.pretrained and weights:
-            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)  # pickles are not read
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     return hub.load(section.path, "model.path", load) if section.path else load("")

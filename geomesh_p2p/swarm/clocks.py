@@ -1,6 +1,6 @@
 """How far other peers' clocks are from this one's. Nothing that keeps a run safe depends on a clock: leases, deadlines and the
 age of records go by each peer's own monotonic one. But logs of hosts whose clocks differ cannot be read side by side, and
-the directory forgets records early once they differ by minutes; so a difference is measured, and said.
+the directory takes no records of clocks that are days off; so a difference is measured, and said.
 
 A question is answered with the time of day; half of the round trip is what the answer may be wrong by.
 """

@@ -32,11 +32,11 @@ from geomesh_p2p.core.canonical import Digest, RecordError, pack, unpack
 from geomesh_p2p.core.ports import Unreachable
 from geomesh_p2p.core.types import PeerId
 from geomesh_p2p.swarm.identity import Identity, verify
-from geomesh_p2p.swarm.shelf import Checked, IsMember, Shelf, SmallTable
+from geomesh_p2p.swarm.shelf import KEPT_SECONDS, Checked, IsMember, Shelf, SmallTable
 
 LIFETIME_SECONDS = 30.0
 REFRESH_SECONDS = 10.0
-SKEW_SECONDS = 120.0
+SKEW_SECONDS = 86_400.0      # clocks set to local time instead of UTC are hours off
 MAX_RECORD_BYTES = 4096
 MAX_RECORDS = 512            # of members, read at one time
 STRANGERS_READ = 64
@@ -283,7 +283,7 @@ class Directory:
     def _still_to_know(self, found: Container[str], now: float) -> dict[PeerId, tuple[int, float]]:
         """Whose serial numbers are kept: of members, of who is listed, and of who was while a record of theirs may still be
         about; the newest MAX_RECORDS."""
-        gone = now - (SKEW_SECONDS + 2 * LIFETIME_SECONDS)
+        gone = now - (KEPT_SECONDS + LIFETIME_SECONDS)
         kept = [
             (peer, known) for peer, known in self._seen.items() if known[1] > gone or peer in found or self._is_member(peer)
         ]

@@ -2,13 +2,15 @@
 
 hivemind's storage and routing table take all that is valid. Here records of members always find room, those of strangers
 have few places and give way to each other at random, so that a flood hides nobody for long; an older record never replaces
-or shortens a newer one; and a peer counts as one node, whatever ids it claims.
+or shortens a newer one; what is not renewed goes, by this host's monotonic clock; and a peer counts as one node, whatever ids
+it claims.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from hivemind.utils.timed_storage import TimedStorage
 
 from geomesh_p2p.core.types import PeerId
 
+KEPT_SECONDS = 150.0  # a record that no newer one of its peer replaced
 STRANGERS_RECORDS = 128
 MOST_RECORDS = 1024
 MOST_NODES = 512
@@ -32,9 +35,10 @@ IsMember = Callable[[PeerId], bool]
 class Shelf(DHTLocalStorage):
     """Records under one key, by peer id."""
 
-    def __init__(self, key: bytes, is_member: IsMember) -> None:
+    def __init__(self, key: bytes, is_member: IsMember, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(maxsize=4)
-        self._key, self._is_member = key, is_member
+        self._key, self._is_member, self._clock = key, is_member, clock
+        self._since: dict[PeerId, float] = {}  # when the record that is kept came
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
@@ -52,6 +56,7 @@ class Shelf(DHTLocalStorage):
             return False
         stored = bool(entries.store(subkey, value, expiration_time))
         if stored:
+            self._since[subkey] = self._clock()
             TimedStorage.store(self, key, entries, entries.latest_expiration_time)
         for kept in (self, entries):
             _compact(kept)
@@ -61,6 +66,15 @@ class Shelf(DHTLocalStorage):
         """What is kept, by peer id."""
         found = self.get(DHTID.from_bytes(self._key))
         return found.value if found is not None and isinstance(found.value, DictionaryDHTValue) else None
+
+    def get(self, key: DHTID) -> Any:
+        found = super().get(key)
+        if found is not None and isinstance(found.value, DictionaryDHTValue):
+            entries, too_old = found.value.data, self._clock() - KEPT_SECONDS
+            self._since = {peer: since for peer, since in self._since.items() if peer in entries}
+            for peer in [peer for peer, since in self._since.items() if since < too_old]:
+                del found.value[peer], self._since[peer]
+        return found
 
     def _make_room(self, entries: DictionaryDHTValue, newcomer: PeerId) -> bool:
         strangers = [peer for peer in entries.data if not self._is_member(peer)]

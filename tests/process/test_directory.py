@@ -22,7 +22,7 @@ from geomesh_p2p.core.canonical import RecordError, pack
 from geomesh_p2p.swarm import directory as directories
 from geomesh_p2p.swarm.directory import STRANGERS_READ, Directory, Record, open_record, sign_record
 from geomesh_p2p.swarm.identity import Identity, load_identity
-from geomesh_p2p.swarm.shelf import MOST_CHECKED, MOST_NODES, STRANGERS_RECORDS, Shelf, SmallTable
+from geomesh_p2p.swarm.shelf import KEPT_SECONDS, MOST_CHECKED, MOST_NODES, STRANGERS_RECORDS, Shelf, SmallTable
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection.proof import fired, inject
 
@@ -258,6 +258,36 @@ async def test_ten_thousand_records_and_forged_ones_hide_nobody(
         assert its is None or its.round == 2, "the newest record of b, and no other"
         assert len(found) <= len(members) + STRANGERS_READ
         assert len(one.directory._seen) <= directories.MAX_RECORDS + STRANGERS_READ
+
+
+@pytest.mark.case("C011")
+@pytest.mark.parametrize("off", [-14 * 3600.0, 14 * 3600.0])
+async def test_a_record_of_a_clock_that_is_hours_off_is_stored_and_found(
+    off: float, place: Callable[..., Awaitable[Place]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = [await place(name) for name in "abc"]
+    with monkeypatch.context() as patched:
+        patched.setattr(directories, "get_dht_time", lambda: get_dht_time() + off)
+        assert await b.directory.announce(record("b"))
+    for one in (a, c):
+        await one.sees(lambda records: [r.site for r in records] == ["b"])
+
+
+@pytest.mark.case("C062")
+def test_a_shelf_forgets_what_is_not_renewed() -> None:
+    key, now = DHTID.generate(source="demo"), [0.0]
+    shelf, expires = Shelf(key.to_bytes(), {"b"}.__contains__, lambda: now[0]), get_dht_time() + 86_400
+    assert shelf.store_subkey(key, "a", b"old", expires)
+    assert shelf.store_subkey(key, "b", b"old", expires)
+    now[0] = KEPT_SECONDS - 1
+    assert shelf.store_subkey(key, "b", b"new", expires + 10)
+    assert not shelf.store_subkey(key, "a", b"old", expires), "the same record is no newer one"
+    assert set(shelf.records().data) == {"a", "b"}  # type: ignore[union-attr]
+    now[0] = KEPT_SECONDS + 1
+    assert set(shelf.get(key).value.data) == {"b"}
+    now[0] = 2 * KEPT_SECONDS
+    assert not shelf.records().data  # type: ignore[union-attr]
+    assert shelf.store_subkey(key, "a", b"again", expires + 20), "who comes back is kept again"
 
 
 @pytest.mark.case("C118")

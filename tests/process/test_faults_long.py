@@ -239,7 +239,7 @@ def test_a_dead_peer_is_listed_no_longer(tmp_path: Path) -> None:
 @pytest.mark.case("C011")
 def test_clocks_that_differ_by_an_hour_and_jump(tmp_path: Path) -> None:
     """Ten seconds ahead and behind, an hour ahead, and a jump of two hours back in the middle: all meet through one seed, keep
-    their leader, and are found by a newcomer when every record has been renewed."""
+    their leader, and are found by a newcomer whose clock is an hour behind when every record has been renewed."""
     mesh = Sites(tmp_path, ["a", "b", "c", "d"], rounds=100_000, command=LIGHT)
     for name, skew in (("b", "10"), ("c", "-10"), ("d", "3600")):
         mesh[name].environment[SKEW] = skew if injecting() else "0"
@@ -258,8 +258,13 @@ def test_clocks_that_differ_by_an_hour_and_jump(tmp_path: Path) -> None:
         fired(abs(mesh["a"].history()[-1]["time"] - time.time()) > 7000, "a jump of two hours")
         begun, leaders = time.monotonic(), sum(len(site.history("leader")) for site in mesh)
         until(lambda: time.monotonic() - begun > 35, "every record to be renewed")
-        mesh.add("e").start(seeds=seed)
+        late = mesh.add("e")
+        late.environment[SKEW] = "-3600" if injecting() else "0"
+        late.start(seeds=seed)
         mesh.together()
+        for site in mesh:  # not through the seed alone: each has read each other's record
+            others = {other.name for other in mesh} - {site.name}
+            until(lambda site=site, others=others: {note["peer_site"] for note in site.history("join")} == others, "all to meet")
         assert sum(len(site.history("leader")) for site in mesh) == leaders
         assert all(site.history("lost") == [] for site in mesh)
         mesh.terminate()

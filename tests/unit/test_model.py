@@ -130,6 +130,18 @@ def test_a_model_folder_gives_its_shape_and_if_asked_its_weights(tmp_path):
         models.build(section.model_copy(update={"sequence_length": 64}), VOCABULARY, seed=1)
 
 
+@pytest.mark.case("C114")
+def test_pickled_weights_are_not_read(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    source = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    source.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match="safetensors"):
+        models.build(TINY.model_copy(update={"path": str(tmp_path), "pretrained": True}), VOCABULARY, seed=1)
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "too/many/parts"])
 def test_a_path_that_does_not_exist_is_named_in_one_line(path):
     with pytest.raises(DataError, match="no such file or folder") as caught:
