@@ -293,8 +293,8 @@ def _slow_links(ground: _Ground, schedule: Schedule) -> dict[int, str]:
 
 
 def _without_waiting_for_steps(ground: _Ground, schedule: Schedule) -> Schedule:
-    """A shorter round instead of `schedule` where that makes a sequence cheaper: a site that has all steps it may make waits for
-    the rest of a longer one."""
+    """A shorter round instead of `schedule` if a sequence is cheaper in it: a site that can make no more steps waits for the
+    rest of a longer one."""
     limits, aim = ground.limits, ground.round_tokens
     sites = [
         (work, ground.times[i].finish(work.batch, work.steps, work.last))

@@ -110,7 +110,7 @@ def whole_round(
             above = f"above planner.round_tokens {settings.round_tokens:,}"
             aim = f"{round_tokens:,} tokens, {above} because the exchange takes long"
         elif not limits.exact and round_tokens < settings.round_tokens:
-            aim += f", shortened to {round_tokens:,} because a site that has made planner.max_steps {limits.max_steps:,} would wait"
+            aim += f", shortened to {round_tokens:,}: a site that has made planner.max_steps {limits.max_steps:,} would wait"
         found = [f"{training} at the speed of {len(schedule.members)} sites; the aim is {aim}"]
         if tokens > wanted:
             found.append(f"{tokens:,} tokens are more than {aim}: each site makes at least {limits.min_steps} steps")

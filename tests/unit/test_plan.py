@@ -357,7 +357,7 @@ def test_a_round_is_no_longer_than_its_steps_unless_the_exchange_is_dearer_than_
     check(plan, given, section)
     assert idle(plan) <= 0.005
     assert 0.97 * 300 * SEQUENCE_LENGTH <= plan.planned_tokens <= 300 * SEQUENCE_LENGTH
-    assert reason(plan, "shortened to 38,400 because a site that has made planner.max_steps 100 would wait")
+    assert reason(plan, "shortened to 38,400: a site that has made planner.max_steps 100 would wait")
     following = plan_round(inputs(sites, plan, links=full_links(sites, 0.0, 1e9)), section, INNER)
     assert [a.inner_steps for a in following.members] == [a.inner_steps for a in plan.members]
     # 10 s of exchange a round: better to wait than to pay it after each 2 s of training.
