@@ -117,8 +117,8 @@ class Fetcher:
         decode: Callable[[bytes], Any],
         fits: Callable[[Any, bytes], bool] = lambda header, body: True,
     ) -> tuple[Any, bytes] | None:
-        """(decoded header, body) of the first source whose answer `fits`."""
-        for source in sources:
+        """(decoded header, body) of the first source whose answer `fits`; those that are not heard of are asked last."""
+        for source in sorted(sources, key=lambda source: not self.alive(source)):
             try:
                 found = await self.body(source, what, round, seal)
                 if found is not None and fits(header := decode(found[0]), found[1]):

@@ -187,9 +187,11 @@ async def test_bytes_that_do_not_fit_are_named_and_others_do_the_rest(tmp_path: 
 async def test_a_dead_donor_is_left_as_soon_as_it_is_not_heard_any_more(tmp_path: Path) -> None:
     """Long before the deadline of its answer."""
     donors = Donors(tmp_path, {"a": (8,), "b": (8,)}, first=4)
-    dead, left = set[str](), list[float]()
+    dead, left, asked_later = set[str](), list[float](), list[str]()
 
     async def request(to: str, fetch: Fetch, timeout_seconds: float) -> Fetched:
+        if to in dead:
+            asked_later.append(fetch.what)
         if to == "b" and fetch.what == "snapshot" and inject(lambda: dead.add("b") or True):  # type: ignore[func-returns-value]
             begun = asyncio.get_running_loop().time()
             try:
@@ -202,13 +204,14 @@ async def test_a_dead_donor_is_left_as_soon_as_it_is_not_heard_any_more(tmp_path
     alive = lambda peer: peer not in dead  # noqa: E731
     fetcher = Fetcher(SimpleNamespace(request=request), 1000.0, alive)  # type: ignore[arg-type]
     catching_up = CatchingUp(fetcher, DiskStore(tmp_path / "me"), mine, lambda *_: None, lambda _, adopt: work.append(adopt))
-    want = CatchUp(9, donors.run.states[9].digest, ("a", "b"))
+    want = CatchUp(9, donors.run.states[9].digest, ("b", "a"))
     async with asyncio.timeout(100.0):
         found, updates = await catching_up.run(donors.run.states[2], want)
     fired(left, "a donor died while it gave")
     assert found is not None
     assert [update.round for update in updates] == [9]
-    assert len(left) == 1, "it was left in the middle of its answer, and not asked again"
+    assert len(left) == 1, "it was left in the middle of its answer"
+    assert asked_later == [], "and not asked again: the other has it all"
 
 
 @pytest.mark.fault
