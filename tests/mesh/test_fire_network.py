@@ -41,16 +41,27 @@ def test_an_even_split_while_a_round_is_being_committed(tmp_path: Path) -> None:
     """The leader's commit reaches its own half alone; the other half holds the update and takes it over after the heal."""
 
     async def main() -> None:
-        async with VirtualMesh(tmp_path, "abcd", Script([])) as mesh:
-            script = mesh.script
-            script.rows = [(At("leader", "in_commit", 6, 1), Fault("cut", seconds=60.0))]
+        lasting = Fault("cut", seconds=10_000.0, toward=("c", "d"))
+        # a is cut off right after its first commit, which is b's, and b as soon as it has that.
+        script = Script([(At("a", "in_commit", 6, 1), lasting), (At("b", "before_commit", 6), lasting)])
+        async with VirtualMesh(tmp_path, "abcd", script) as mesh:
             mesh.start()
-            await mesh.until(lambda: script.struck or mesh.least > 6, what="the commit")
-            fired(script.struck, "the cut")
-            await mesh.until(lambda: mesh.now > 90.0)
-            await mesh.rounds(3)
+            await mesh.until(lambda: len(script.struck) == 2 or mesh.least > 6, what="the commit")
+            fired(len(script.struck) == 2, "the split")
+            await mesh.sleep(60.0)
             mesh.prove()
-            assert one_digest(mesh) or len({peer.replica.round for peer in mesh}) == 2
+            going_on, stuck = [mesh["a"], mesh["b"]], [mesh["c"], mesh["d"]]
+            assert all(peer.round >= 16 for peer in going_on), "the half with the commit, and the lowest id, goes on"
+            assert [peer.round for peer in stuck] == [5, 5], "the other commits nothing"
+            held = [peer.replica.s.held_next() for peer in stuck]
+            assert all(one is not None and one.update.digest == mesh["a"].commits()[5]["digest"] for one in held)
+            assert all("voters not heard: a, b" in peer.replica.waiting_for for peer in stuck), "it says for whom it waits"
+            inject(mesh.network.heal)
+            healed = mesh.round
+            await mesh.until(lambda: one_digest(mesh) and mesh.least > healed, 60.0, "one digest again")
+            assert mesh.round - healed <= MOST_ROUNDS_AFTER_HEAL
+            await mesh.rounds(3)
+            assert mesh["c"].commits()[5]["digest"] == mesh["a"].commits()[5]["digest"]
             mesh.check()
 
     run_mesh(main())
