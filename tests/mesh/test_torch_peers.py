@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from geomesh_p2p.engine.engine import TorchEngine
 from geomesh_p2p.engine.feed import Feed, Patience
 from geomesh_p2p.swarm.memory import Network
 from tests.injection.proof import fired, inject
-from tests.mesh.torch_peers import TorchPeer, torch_mesh, torch_run, write_text
+from tests.mesh.torch_peers import TorchPeer, plain_training, torch_mesh, torch_run, torch_site, write_text
 
 
 async def until(condition: Callable[[], bool], limit_seconds: float = 60.0) -> None:
@@ -110,6 +111,26 @@ async def test_an_infinite_gradient_at_the_sync_step_of_one_peer_delays_nobody(t
     assert [sum(e.skipped_steps for e in of(peer, seen.RoundCommitted)) for peer in peers] == [0, 5, 0]
     assert [contributed(peers[0], name) for name in "abc"] == [[1, 2, 3, 4, 5]] * 3
     assert not [note for peer in peers for note in peer.notes if note[0] in ("discard", "lost")]
+
+
+@pytest.mark.case("C035")
+async def test_a_run_of_one_peer_is_plain_training(tmp_path: Path) -> None:
+    """Session, plans, exchange and commits included: ten rounds of ten steps end where a loop written by hand does."""
+    run = torch_run(
+        (write_text(tmp_path),),
+        run={"rounds": 10, "min_peers": 1},
+        planner={"batch": 4, "inner_steps": 10},
+        inner={"scale_learning_rate": "none"},
+        outer={"learning_rate": 1.0, "momentum": 0.0},
+        codec={"payload": "fp32"},
+    )
+    (alone,) = torch_mesh(tmp_path, ["alone"], run, Network())
+    await play([alone])
+    assert contributed(alone, "alone") == list(range(1, 11))
+    plain = TorchEngine(run, torch_site("alone"))
+    first, *_, last = plain_training(plain, run.inner, steps=100, batch=4)
+    assert last < 0.75 * first, "it learns"
+    np.testing.assert_allclose(alone.model.state.anchor, plain.weights(), rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------- a source that stalls
@@ -244,7 +265,7 @@ async def test_every_second_round_is_validated_from_the_start_on(tmp_path: Path)
         pytest.param((100, 80, 5), "abc", "", id="uneven files", marks=[pytest.mark.case("C074"), pytest.mark.case("C075")]),
         pytest.param((60, 60), "abc", "", id="fewer files than peers", marks=pytest.mark.case("C076")),
         pytest.param((90,), "abcd", "", id="one file", marks=pytest.mark.case("C076")),
-        pytest.param((90, 40), "ab", "c", id="a join", marks=pytest.mark.case("C075")),
+        pytest.param((90, 40), "ab", "c", id="a join", marks=[pytest.mark.case("C075"), pytest.mark.case("C028")]),
     ],
 )
 async def test_three_epochs_are_read_once_each_whatever_files_and_peers_there_are(
@@ -260,6 +281,7 @@ async def test_three_epochs_are_read_once_each_whatever_files_and_peers_there_ar
     rounds = math.ceil(3 * sequences / a_round)
     run = run.model_copy(update={"run": run.run.model_copy(update={"rounds": rounds})})
     peers = torch_mesh(tmp_path, [*names, *late], run, Network())
+    began = [begins_of(peer) for peer in peers]
     everybody = [p.peer for p in peers]
     for peer in peers[: len(names)]:
         peer.start(everybody)
@@ -277,11 +299,31 @@ async def test_three_epochs_are_read_once_each_whatever_files_and_peers_there_ar
     for epoch in range(3):
         places = corpus.places(_array(range(epoch * sequences, (epoch + 1) * sequences)))
         assert sorted(places.tolist()) == list(range(sequences)), "each sequence once an epoch"
+    if late:
+        joint = contributed(peers[0], late)[0]
+        assert joint > 1
+        assert began[-1][joint] == began[0][joint], "a joiner begins from the others' weights and outer momentum"
+        assert joint - 1 not in began[-1]
+
+
+def begins_of(peer: TorchPeer) -> dict[int, tuple[bytes, bytes]]:
+    """With which weights, in the engine itself, and which outer momentum `peer` begins each round; fills as it trains."""
+    began: dict[int, tuple[bytes, bytes]] = {}
+
+    def watched(engine: TorchEngine) -> None:
+        train = engine.train
+
+        def noting(assignment: Any, plan: Any, should_close: Any, started: float) -> Any:
+            began[plan.round] = engine.weights().tobytes(), peer.model.state.momentum.tobytes()
+            return train(assignment, plan, should_close, started)
+
+        engine.train = noting  # type: ignore[method-assign]
+
+    peer.prepare = watched
+    return began
 
 
 def _array(numbers: Iterable[int]) -> Any:
-    import numpy as np
-
     return np.fromiter(numbers, np.int64)
 
 

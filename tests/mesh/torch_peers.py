@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geomesh_p2p.config import RunConfig, SiteConfig
+import torch
+import torch.nn.functional as F
+
+from geomesh_p2p.config import InnerSection, RunConfig, SiteConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.types import BatchTime, Founding, Timing
 from geomesh_p2p.engine.engine import TorchEngine
+from geomesh_p2p.engine.inner import learning_rate
 from geomesh_p2p.engine.snapshots import Snapshots
 from geomesh_p2p.swarm.memory import Network
 from tests.mesh.toy import ToyPeer
@@ -73,6 +77,28 @@ class TorchPeer(ToyPeer):
         self.layout = engine.layout
         self.engine = engine
         return engine
+
+
+def plain_training(engine: TorchEngine, settings: InnerSection, steps: int, batch: int) -> list[float]:
+    """The loop that anybody would write by hand, over the first positions of the stream; the loss of each step."""
+    module = engine.model.module
+    groups = [
+        {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in module.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
+    losses: list[float] = []
+    for step in range(steps):
+        ids = torch.from_numpy(engine.corpus.batch(range(step * batch, (step + 1) * batch)))
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(module(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, (step + 1) * batch * LENGTH)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def torch_mesh(folder: Path, names: list[str], run: RunConfig, network: Network) -> list[TorchPeer]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from geomesh_p2p.config import OuterSection, RunConfig
+from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.canonical import digest, digest_bytes
 from geomesh_p2p.core.events import Durable
 from geomesh_p2p.core.layout import Layout, Tensor
@@ -159,7 +159,7 @@ class ToyPeer:
         """A session and a model from what the folder holds."""
         self.store = self.make_store()
         snapshots, engine, run, timing = self.make_snapshots(), self.make_engine(), self.run, self.timing
-        of = (self.layout, run.codec, OuterSection())
+        of = (self.layout, run.codec, run.outer)
         resumed = resume(self.store, snapshots, engine, self.founding, of)
         log, state = resumed.log, resumed.state
         self.model = model = LocalModel(self.peer, self.name, engine, *of[:1], state, *of[1:], resumed.residual, log.round)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from local_run import LENGTH, LocalRun, engine_of, run_config, write_text
 
 from geomesh_p2p.core import codec
 from geomesh_p2p.engine.inner import learning_rate
 from geomesh_p2p.errors import DataError
 from tests.injection.proof import fired, inject
+from tests.mesh.torch_peers import plain_training
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +49,7 @@ def test_one_peer_equals_plain_training_under_the_outer_step(text: str) -> None:
         run_config(text, outer={"learning_rate": 1.0, "momentum": 0.0}, codec={"payload": "fp32"}), ["alone"]
     )
     plain = engine_of(alone.run)
-    module, settings = plain.model.module, alone.run.inner
-    groups = [
-        {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in module.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
-    losses, position, total = [], 0, 10 * 10 * 4 * LENGTH
-    for step in range(100):
-        ids = torch.from_numpy(plain.corpus.batch(range(position, position + 4)))
-        position += 4
-        optimizer.zero_grad(set_to_none=False)
-        loss = F.cross_entropy(module(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, (step + 1) / 100 * total)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = plain_training(plain, alone.run.inner, steps=100, batch=4)
     rounds = [alone.round({"alone": 10})["alone"] for _ in range(10)]
     ours = [local.result.loss for local in rounds]
     theirs = [float(np.mean(losses[10 * i : 10 * i + 10])) for i in range(10)]
