@@ -91,13 +91,20 @@ def test_the_founders_name_is_taken(run: Run) -> None:
 
 
 @pytest.mark.case("C001")
-def test_a_seed_that_does_not_answer(run: Run) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        seed = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{run.address.rsplit('/', 1)[1]}"
-        code, said = run.ended(run.words("b", "--bootstrap", seed, "--net.reach_seconds", "1", "--run.folder", "alone"))
+@pytest.mark.parametrize(
+    ("silent", "reach_seconds", "why"),
+    [(False, 1, "connection refused"), (True, 10, "no answer within 6 s, though connections are taken")],
+)
+def test_a_seed_that_does_not_answer(run: Run, silent: bool, reach_seconds: int, why: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if silent:
+            other.listen()  # whoever connects hears nothing
+        seed = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}/p2p/{run.address.rsplit('/', 1)[1]}"
+        reach = ("--net.reach_seconds", str(reach_seconds))
+        code, said = run.ended(run.words("b", "--bootstrap", seed, *reach, "--run.folder", "alone"))
     assert code == 3
-    assert f"{seed}: connection refused" in said
+    assert f"{seed}: {why}" in said
     assert not (run.folder / "alone").exists()
 
 

@@ -177,10 +177,22 @@ async def test_a_port_that_never_speaks_is_no_seed(opened: Opener, monkeypatch: 
     silent.close()
 
 
+@pytest.mark.case("C001")
 async def test_seed_that_comes_up_later_is_found(opened: Opener, tmp_path: Path) -> None:
     port, identity = free_port(), load_identity(tmp_path / "a" / "identity.key")
-    b = await opened("b", reach_seconds=PATIENCE_SECONDS)
+    b = await opened("b", reach_seconds=3 * PATIENCE_SECONDS)
+    failed, dial = list[str](), b.seeds._dial
+
+    async def watched(target: addresses.Address) -> None:
+        try:
+            await dial(target)
+        except Unreachable as error:
+            failed.append(str(error))
+            raise
+
+    b.seeds._dial = watched
     trying = asyncio.create_task(b.seeds.connect([f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}"]))
+    await eventually(lambda: bool(failed))
     a = await opened("a", listen=f"/ip4/127.0.0.1/tcp/{port}")
     assert a.peer == identity.peer
     assert await trying == (identity.peer,)
@@ -294,9 +306,26 @@ async def test_daemon_that_hangs_while_it_is_used_is_ended_and_started_again(
 
 @pytest.mark.case("C002")
 async def test_daemon_that_cannot_start_says_why(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: the limit for a slow one is an hour here, this test's own two minutes."""
     monkeypatch.setattr(daemons, "LAUNCHER", "print('the disk is on fire'); raise SystemExit(3)")
     with pytest.raises(TemporaryError, match=r"code 3.*the disk is on fire"):
-        await opened("a")
+        await opened("a", daemon_start_seconds=3600.0)
+
+
+@pytest.mark.long
+@pytest.mark.fault
+@pytest.mark.case("C002")
+async def test_a_daemon_that_needs_longer_than_hivemind_waits_is_waited_for(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hivemind by itself gives up after 15 s. With the settings that everybody has."""
+    slept = tmp_path / "slept"
+    slow = f"import time; time.sleep(17); open({str(slept)!r}, 'x').close()\n"
+    inject(lambda: monkeypatch.setattr(daemons, "LAUNCHER", slow + daemons.LAUNCHER))
+    a = await opened("a")
+    fired(slept.exists(), "a start that takes 17 s")
+    assert a.daemon is not None
+    await a.daemon.answers()
 
 
 @pytest.mark.case("C002")

@@ -1,9 +1,10 @@
-"""Files that a seed's address is in: waited for, and read again before each try."""
+"""Seeds are tried again; files that a seed's address is in are waited for, and read again before each try."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from geomesh_p2p.errors import ConfigError, UnreachableError
 from geomesh_p2p.seed_files import SeedFiles, read_address
 from geomesh_p2p.swarm.addresses import Address
 from geomesh_p2p.swarm.seeds import Seeds
+from geomesh_p2p.swarm.virtual_time import run_virtual
 
 PEER = "12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
 OLD, NEW = f"/ip4/127.0.0.1/tcp/4100/p2p/{PEER}", f"/ip4/127.0.0.1/tcp/4200/p2p/{PEER}"
@@ -56,6 +58,24 @@ def test_the_newest_address_of_a_file_is_kept_while_it_has_no_good_one(tmp_path:
     file.unlink()
     assert files.newest(OLD) == NEW
     assert not SeedFiles()
+
+
+@pytest.mark.case("C001")
+def test_seeds_that_do_not_answer_are_tried_again_with_growing_pauses() -> None:
+    tried: list[float] = []
+
+    async def dial(target: Address) -> None:
+        tried.append(asyncio.get_running_loop().time())
+        raise Unreachable("connection refused")
+
+    async def main() -> float:
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(UnreachableError, match="connection refused: nothing listens there"):
+            await Seeds(NetSection(reach_seconds=30), "me", dial, lambda *_: None).connect((OLD,))
+        return asyncio.get_running_loop().time() - begun
+
+    assert run_virtual(main()) == pytest.approx(30.0)
+    assert [later - earlier for earlier, later in pairwise(tried)] == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 8.0])
 
 
 async def test_a_seed_that_starts_anew_elsewhere_is_dialled_there_once_its_file_says_so(tmp_path: Path) -> None:
