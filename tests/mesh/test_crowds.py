@@ -151,11 +151,15 @@ def test_a_joiner_whose_download_takes_one_and_a_half_rounds_takes_part_within_t
         watched = Watched(peers[0])
         await until(lambda: len(watched.at) >= 15)
         slow.start(everybody)
+        begun = asyncio.get_running_loop().time()
         came = max(watched.at) + 1  # the round under way
+        await until(lambda: any(kind == "adopt" for kind, _ in slow.notes))
+        download = (asyncio.get_running_loop().time() - begun) / mean(watched.seconds(8, 15, {"a", "b", "c"}))
         await until(lambda: any("slow" in watched.contributors(round) for round in watched.at))
         first = min(round for round in watched.at if "slow" in watched.contributors(round))
         adopted = next(fields["round"] for kind, fields in slow.notes if kind == "adopt")
-        print(f"came in round {came}, took the state of round {adopted}, took part in round {first}")
+        print(f"came in round {came}, took the state of round {adopted} in {download:.2f} rounds, took part in round {first}")
+        assert download > 1.2
         assert first <= came + 3
         await leave_all(peers)
         watched.task.cancel()

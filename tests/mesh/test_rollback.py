@@ -58,6 +58,7 @@ async def begun(folder: Path, names: str, after_round: int, **settings: int) -> 
     return peers, everybody
 
 
+@pytest.mark.case("C030")
 @virtual
 async def test_every_peer_has_the_earlier_state_again_and_the_run_goes_on(tmp_path: Path) -> None:
     peers, _ = await begun(tmp_path, "abc", 7, every=4)

@@ -207,6 +207,7 @@ def test_ranges_are_read_in_order_and_the_last_step_is_smaller(corpus):
     assert 0 <= result.data_wait_seconds <= result.seconds == pytest.approx(sum(result.step_seconds))
 
 
+@pytest.mark.case("C029")
 def test_a_round_that_is_closed_has_exactly_what_it_trained(corpus):
     done = []
     loop = InnerLoop(build(), InnerSection())

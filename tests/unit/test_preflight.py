@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -380,6 +381,18 @@ def test_what_is_installed_goes_together_and_a_conflict_is_named() -> None:
     assert conflict == "geomesh-p2p needs hivemind<1.2,>=1.1.12, installed is 1.1.11"
     with pytest.raises(metadata.PackageNotFoundError):
         environment.conflicts("no-such-package")
+
+
+@pytest.mark.case("C012")
+def test_the_pinned_versions_are_those_that_the_tests_run_with() -> None:
+    lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    installed = {}
+    for name in pinned:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    assert {"hivemind", "numpy", "pydantic", "pytest"} <= set(installed)
+    assert installed == {name: pinned[name] for name in installed}, "make setup installs what is pinned"
 
 
 def test_settings_that_would_not_load_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
