@@ -207,22 +207,29 @@ def assert_equal_digests(peers: list[TorchPeer]) -> None:
 
 @pytest.mark.fault
 @pytest.mark.case("C128")
-@pytest.mark.parametrize("mode", ["uniform", "planned"])
-async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(tmp_path: Path, mode: str) -> None:
-    """Longer than a peer may be silent, in the first rounds, on one peer; there is a value before the first step."""
+@pytest.mark.parametrize(("mode", "slow_ones", "rounds"), [("uniform", [0, 1], 4), ("planned", [0, 1, 6], 8)])
+async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(
+    tmp_path: Path, mode: str, slow_ones: list[int], rounds: int
+) -> None:
+    """Longer than a peer may be silent, in the first rounds, on one peer; there is a value before the first step. Planned: the
+    leader closes c after the grace, which ends its evaluation, once more when it has a vote."""
     planner = {"mode": mode, "min_steps": 4, "max_steps": 6, "round_tokens": 600, "grace_seconds": 0.2}
-    run = torch_run((write_text(tmp_path),), planner=planner, run={"rounds": 4, "validate_every_rounds": 1})
+    run = torch_run((write_text(tmp_path),), planner=planner, run={"rounds": rounds, "validate_every_rounds": 1})
     peers = torch_mesh(tmp_path, ["a", "b", "c"], run, Network())
     seconds: list[float] = []
+    cut: list[bool] = []
 
     def slow(engine: TorchEngine) -> None:
         real = engine.validate
 
         def validate(share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
             begun = time.monotonic()
-            until = begun + (3.2 if len(seconds) < 2 else 0.0)
-            while time.monotonic() < until and not (should_close is not None and should_close()):
+            until = begun + (3.2 if len(seconds) in slow_ones else 0.0)
+            closed = False
+            while time.monotonic() < until and not closed:
                 time.sleep(0.02)
+                closed = should_close is not None and should_close()
+            cut.append(closed)
             seconds.append(time.monotonic() - begun)
             return real(share, of, should_close)
 
@@ -234,13 +241,17 @@ async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(tmp_
     assert_equal(peers)
     said = [{(e.round, e.perplexity) for e in of(peer, seen.Validated) if not e.final} for peer in peers]
     assert said[0] == said[1] == said[2]
-    assert {round for round, _ in said[0]} == {0, 1, 2, 3}
+    assert {round for round, _ in said[0]} == set(range(rounds))
     assert not [e for peer in peers[:2] for e in of(peer, seen.PeerLost) if e.site == "c"]
     assert not [note for peer in peers for note in peer.notes if note[0] == "discard"]
-    assert contributed(peers[0], "a") == contributed(peers[0], "b") == [1, 2, 3, 4]
+    assert contributed(peers[0], "a") == contributed(peers[0], "b") == list(range(1, rounds + 1))
     plans = [fields["members"] for kind, fields in peers[0].notes if kind == "accept"]
     assert all("id-c" in members for members in plans), "slow is no reason to be left out"
-    assert contributed(peers[0], "c")[-1] == 4
+    assert contributed(peers[0], "c")[-1] == rounds
+    assert [number for number, ended in enumerate(cut) if ended] == (slow_ones if mode == "planned" else [])
+    votes = ["id-c" in note["view"] for note in peers[0].commits()]
+    assert votes == sorted(votes), "none lost"
+    assert votes[5], "it votes before its last slow evaluation, and after it"
 
 
 @pytest.mark.case("C128")
@@ -357,13 +368,14 @@ def with_rounds(run: RunConfig, rounds: int) -> RunConfig:
     return run.model_copy(update={"run": run.run.model_copy(update={"rounds": rounds})})
 
 
+@pytest.mark.case("C069")
 @pytest.mark.case("C077")
 @pytest.mark.case("C079")
 @pytest.mark.case("C095")
 @pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_run_stopped_in_its_second_epoch_goes_on_as_if_unbroken(tmp_path: Path, shuffle: bool) -> None:
-    """Every peer's ranges, and with them the digests, are those of the unbroken run: each finds its own place, from the log
-    alone, epoch and all."""
+    """Every peer's ranges and learning rates, and with them the digests, are those of the unbroken run: each finds its own
+    place, from the log alone, epoch and all."""
     run = torch_run((write_text(tmp_path, documents=60),), dataset={"shuffle": shuffle}, planner={"batch": 4, "inner_steps": 6})
 
     async def parts(folder: Path, *stops: int) -> list[TorchPeer]:
@@ -385,7 +397,14 @@ async def test_a_run_stopped_in_its_second_epoch_goes_on_as_if_unbroken(tmp_path
             if note["round"] > 4
         }
 
+    def rates(peer: TorchPeer) -> dict[int, float | None]:
+        return {event.round: event.learning_rate for event in of(peer, seen.RoundCommitted)}
+
     assert ranges(whole[0]) == ranges(broken[0])
+    for before, after in zip(whole, broken, strict=True):
+        expected = rates(before)
+        assert rates(after) == {round: expected[round] for round in (5, 6, 7)}
+        assert len(set(expected.values())) == 7, "it changes with every round, so that the place in it shows"
     assert all(whole[0].digests()[round] == broken[0].digests()[round] for round in (5, 6, 7))
     assert whole[0].model.state.anchor.tobytes() == broken[0].model.state.anchor.tobytes()
 

@@ -215,14 +215,19 @@ def test_a_peer_comes_back_at_another_address(ground: Ground) -> None:
 
 
 @pytest.mark.case("C062")
+@pytest.mark.case("C104")
 def test_a_dead_peer_is_listed_no_longer(tmp_path: Path) -> None:
-    """Not among the members after the heartbeat limit, and not in the directory after a record's life: who comes then does not
-    hear of it."""
+    """Not among the members and their series after the heartbeat limit, and not in the directory after a record's life: who
+    comes then does not hear of it."""
     with ground_of(tmp_path, "abc") as ground:
         mesh, dead = ground.mesh, ground.mesh["c"]
+        until(lambda: all('remote="c"' in site.metrics() for site in ground.others(dead)), "series of c")
         code = inject(lambda: kill(dead))
         fired(code == -signal.SIGKILL, "kill -9 of c")
         until(lambda: all(site.metric("geomesh_members") == 2 for site in ground.others(dead)), "two members", 30.0)
+        mesh.advance(3, ground.others(dead))
+        pages = [site.metrics() for site in ground.others(dead)]
+        assert all('remote="' in page and 'remote="c"' not in page for page in pages), "nor does a later round bring them back"
         dead.address_file.unlink()
         until(lambda: all(site.sizes().get("directory_records") == 2 for site in ground.others(dead)), "two records", 200.0)
         newcomer = mesh.add("d")

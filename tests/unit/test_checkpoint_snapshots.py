@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from geomesh_p2p.core.log import LogState
 from geomesh_p2p.core.types import Range
 from geomesh_p2p.engine import files
+from geomesh_p2p.engine import snapshots as snapshots_module
 from geomesh_p2p.engine.checkpoint import DiskStore
 from geomesh_p2p.engine.files import DiskFullError
 from geomesh_p2p.engine.snapshots import CHUNK_BYTES, Manifest, Snapshot, Snapshots
@@ -148,7 +149,7 @@ def spoil(path: Path, how: str) -> None:
     if how == "missing":
         path.unlink()
     else:
-        at = len(data) // 2
+        at = len(data) * 3 // 4
         flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
         path.write_bytes({"cut": data[:-100], "empty": b"", "flipped": flipped}[how])
 
@@ -165,6 +166,9 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(tmp_path: Path, 
     assert sound(snapshot, 5)
     assert len(snapshot.problems) == 1
     assert str(tmp_path / "snapshot-10" / name) in snapshot.problems[0]
+    where = {"cut": "missing or cut short", "empty": "missing or cut short", "missing": "missing or cut short"}
+    if name == "shared.safetensors":
+        assert where.get(how, "damaged in its mebibyte 1") in snapshot.problems[0], "the second: they are counted from 0"
     spoil(tmp_path / "snapshot-5" / name, how)
     with pytest.raises(DataError, match="no snapshot can be read") as raised:
         snapshots.newest()
@@ -185,6 +189,7 @@ def test_a_byte_flipped_anywhere_in_the_description_is_found(tmp_path: Path) -> 
             snapshots.verify(5)
 
 
+@pytest.mark.case("C091")
 @pytest.mark.parametrize("how", ["cut", "empty", "flipped", "missing"])
 @pytest.mark.parametrize("name", ["residual.safetensors", "inner.pt"])
 def test_a_damaged_private_file_is_named_and_done_without(tmp_path: Path, name: str, how: str) -> None:
@@ -199,6 +204,38 @@ def test_a_damaged_private_file_is_named_and_done_without(tmp_path: Path, name: 
 
 
 # ---------------------------------------------------------------- crashes and errors, at every step
+
+
+@pytest.mark.case("C089")
+def test_every_file_is_on_disk_and_read_back_before_the_snapshot_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str]] = []
+    fsync, rename, verify = os.fsync, os.rename, snapshots_module._verify
+
+    def note_fsync(descriptor: int) -> None:
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix()))
+        fsync(descriptor)
+
+    def note_rename(source: Path, target: Path) -> None:
+        done.append(("rename", target.relative_to(tmp_path).as_posix()))
+        rename(source, target)
+
+    def note_verify(folder: Path) -> None:
+        done.append(("read", folder.relative_to(tmp_path).as_posix()))
+        verify(folder)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(snapshots_module, "_verify", note_verify)
+    part = (Range(3, 7), vector(1, 4))
+    Snapshots(tmp_path).write(state(3), vector(1, 1000), vector(2, 1000), vector(3, 1000), save_inner, part)
+    named = done.index(("rename", "snapshot-3"))
+    files = {path.name for path in (tmp_path / "snapshot-3").iterdir()}
+    assert files == {"shared.safetensors", "residual.safetensors", "part.safetensors", "inner.pt", "meta.json"}
+    before = {("fsync", f"snapshot-3.partial/{name}") for name in files} | {("fsync", "snapshot-3.partial")}
+    assert set(done[:named]) == before | {("read", "snapshot-3.partial")}
+    assert done[named + 1 :] == [("fsync", ".")], "and the new name itself"
 
 
 @pytest.mark.case("C089")

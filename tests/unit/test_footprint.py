@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from geomesh_p2p.config import CodecSection, ModelSection, RunConfig, SiteConfig
@@ -156,6 +158,44 @@ def test_at_four_fifths_of_the_need_it_is_said_and_below_what_is_certain_it_is_r
         assert word in warned.line
     refused = preflight.memory("memory", parts, 399 * 10**6)
     assert (refused.level, refused.exit_code) == ("fatal", 75)
+
+
+@pytest.mark.case("C098")
+def test_the_need_is_compared_with_free_memory_or_what_the_control_group_leaves_if_that_is_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"line {i}: the quick brown fox counts {i * i} sheep\n" for i in range(400)))
+    run = RunConfig.model_validate({
+        "run": {"id": "x"}, "model": {"hidden_size": 512, "intermediate_size": 1408},
+        "dataset": {"source": "text", "paths": [str(corpus)], "validation_sequences": 4},
+    })  # fmt: skip
+    site = SiteConfig.model_validate({"site": {"name": "north"}, "device": {"name": "cpu"}})
+    parts: list[Part] = []
+    own, judge = 50 * 10**6, preflight.memory
+
+    def memory(check: str, needed: list[Part], room_bytes: int) -> Finding:
+        parts[:] = needed
+        return judge(check, needed, room_bytes)
+
+    monkeypatch.setattr(preflight, "memory", memory)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=own)))
+
+    def found(free: int, grouped: int | None) -> Finding:
+        """With so many bytes beyond what this process has already."""
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        monkeypatch.setattr(footprint, "cgroup_room", lambda: grouped)
+        (one,) = (each for each in preflight.check_host(run, site, tmp_path / "runs", 2) if each.check == "memory")
+        return one
+
+    plenty = 10**12
+    assert found(plenty, None).level == "ok"
+    need, certain = sum(part.size_bytes for part in parts), sum(part.size_bytes for part in parts if part.certain)
+    assert own < certain < need * 4 // 5
+    for room, level, code in ((need, "ok", 0), (need * 4 // 5, "warning", 0), (certain - 1, "fatal", 75)):
+        for free, grouped in ((room - own, None), (room - own, plenty), (plenty, room - own)):
+            finding = found(free, grouped)
+            assert (finding.level, finding.exit_code) == (level, code), (free, grouped)
 
 
 @pytest.mark.case("C090")

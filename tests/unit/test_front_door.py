@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from geomesh_p2p import peer as peers
 from geomesh_p2p.config import RunConfig, SiteConfig
 from geomesh_p2p.core.messages import Fetch, Fetched
 from geomesh_p2p.core.observations import Warned
 from geomesh_p2p.peer import Peer, PeerOptions
 from geomesh_p2p.swarm.front_door import FrontDoor
+from geomesh_p2p.telemetry.sinks import ConsoleReporter
 from tests.injection.proof import fired, inject
 
 QUESTION = Fetch("dial back", 0, b"", 0, 0)
@@ -56,6 +62,31 @@ def test_an_observer_that_fails_ends_no_peer_and_is_told_once(tmp_path: Path, ca
     assert told == ["function cannot take Warned: the peer goes on, please report this"]
 
 
+@pytest.mark.case("C120")
+def test_a_peer_breaks_its_silence_from_its_start_on_even_while_its_event_loop_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Silence may last half a second here. No event loop runs at all: the console has a thread of its own, and ends it."""
+    monkeypatch.setattr(peers, "ConsoleReporter", partial(ConsoleReporter, quiet_seconds=0.5))
+    run = RunConfig.model_validate({"run": {"id": "toy", "rounds": 40}, "metrics": {"port": 0}})
+    peer = Peer(run, SiteConfig.model_validate({"site": {"name": "a"}}), PeerOptions(), tmp_path)
+
+    def lines() -> list[str]:
+        return [text for text in caplog.messages if text == "starting; next: joins the run (when is not known yet)"]
+
+    with caplog.at_level("INFO"), ExitStack() as closing:
+        before = set(threading.enumerate())
+        peer._open_telemetry("me", closing)
+        deadline = time.monotonic() + 60.0
+        while len(lines()) < 2:
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.01)
+        (console,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "console")
+    console.join(60.0)
+    assert not console.is_alive()
+
+
+@pytest.mark.case("C117")
 @pytest.mark.parametrize("secret", [False, True])
 def test_only_who_is_in_the_run_tells_others_how_to_join_and_what_they_need(
     secret: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

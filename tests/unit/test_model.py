@@ -164,7 +164,7 @@ def test_sizes_that_do_not_fit_are_refused(wrong):
 
 @pytest.mark.case("C096")
 def test_tied_weights_are_there_once_in_sync_and_saves_and_tied_again_after_a_load(tmp_path):
-    """From the first save on, at round 0: the flat vector has the embedding once, and the head is that same memory."""
+    """The flat vector has the embedding once, in every save, and the head is that same memory."""
     from geomesh_p2p.core.log import LogState
     from geomesh_p2p.engine.snapshots import Snapshots
 

@@ -20,7 +20,7 @@ from geomesh_p2p.core import findings
 from geomesh_p2p.core.findings import Finding
 from geomesh_p2p.engine import preflight as host
 from geomesh_p2p.engine.checkpoint import DiskStore
-from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.errors import ConfigError, GeoMeshError
 from geomesh_p2p.loading import inspect_run, load_run
 from geomesh_p2p.swarm import preflight as network
 from geomesh_p2p.swarm.clocks import ClockWatch, Offset
@@ -223,6 +223,24 @@ def test_the_doctor_says_each_thing_once_and_nothing_good_of_what_is_wrong(
     assert doctor.exit_code(found) == 2
 
 
+@pytest.mark.case("C126")
+def test_a_system_without_a_daemon_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the doctor, and by a peer at its start."""
+    monkeypatch.setattr(doctor.sys, "platform", "win32")
+    found = doctor.doctor(None, None, [], {}, {})
+    (system,) = (one for one in found if one.check == "system")
+    assert (system.level, doctor.exit_code(found)) == ("fatal", 2)
+    for part in ("win32 is not supported", "libp2p daemon", "Linux or macOS", "WSL 2"):
+        assert part in system.line
+    run = RunConfig.model_validate({"run": {"id": "x"}, "metrics": {"port": 0}})
+    with pytest.raises(GeoMeshError, match="win32 is not supported") as raised:
+        asyncio.run(doctor.preflight(run, SITE, tmp_path, with_model=False))
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.case("C126")
 def test_the_daemons_binary_must_be_there_and_executable(tmp_path: Path) -> None:
     assert network.daemon_binary().level == "ok"
     path = tmp_path / "p2pd"

@@ -60,13 +60,16 @@ def test_a_damaged_newest_update_is_set_aside_but_not_forgotten(tmp_path: Path) 
         assert resume(store, snapshots, weights(), FOUNDING, SETTINGS).newest_ever == 3
 
 
-def test_a_damaged_newest_snapshot_is_not_forgotten(tmp_path: Path) -> None:
+@pytest.mark.case("C091")
+def test_a_damaged_newest_snapshot_is_said_and_not_forgotten(tmp_path: Path) -> None:
     with filled(tmp_path) as store:
         snapshot(tmp_path, 2)
         snapshots = snapshot(tmp_path, 7)
         spoil(snapshots.path(7) / "shared.safetensors")
         found = resume(store, snapshots, weights(), FOUNDING, SETTINGS)
         assert (found.log.round, found.newest_ever) == (2, 7)
+        (said,) = found.warnings
+        assert f"{snapshots.path(7) / 'shared.safetensors'} is damaged in its mebibyte 0" in said
 
 
 def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:

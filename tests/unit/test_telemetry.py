@@ -194,6 +194,16 @@ def test_a_lost_peers_series_go(farewell: object) -> None:
     assert remotes() == {"south", "west"}
 
 
+@pytest.mark.case("C119")
+def test_the_share_of_signs_that_agree_is_a_metric_by_member() -> None:
+    """With the updates, of which one's own signs are a part; not with the others alone, which the warning goes by."""
+    metrics = Metrics("north", outer_learning_rate=0.7)
+    metrics(seen.Agreed(5, with_update={"south": 0.51, "west": 0.75}, with_others={"south": 0.5, "west": 0.7}))
+    assert [value(metrics, "agreement_share", remote=site) for site in ("south", "west")] == [0.51, 0.75]
+    metrics(seen.Agreed(6, with_update={"south": 0.49}, with_others={"south": 0.48}))
+    assert [value(metrics, "agreement_share", remote=site) for site in ("south", "west")] == [0.49, 0.75]
+
+
 def test_labels_stay_bounded_whatever_reasons_come() -> None:
     metrics = Metrics("north", outer_learning_rate=0.7)
     for number in range(MAX_REASONS * 3):
