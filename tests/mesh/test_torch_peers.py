@@ -207,13 +207,15 @@ def assert_equal_digests(peers: list[TorchPeer]) -> None:
 
 @pytest.mark.fault
 @pytest.mark.case("C128")
-@pytest.mark.parametrize(("mode", "slow_ones", "rounds"), [("uniform", [0, 1], 4), ("planned", [0, 1, 6], 8)])
+@pytest.mark.parametrize(
+    ("mode", "slow_ones", "slow_seconds", "rounds"), [("uniform", [0, 1], 3.2, 4), ("planned", [0, 1, 6], 30.0, 8)]
+)
 async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(
-    tmp_path: Path, mode: str, slow_ones: list[int], rounds: int
+    tmp_path: Path, mode: str, slow_ones: list[int], slow_seconds: float, rounds: int
 ) -> None:
     """Longer than a peer may be silent, in the first rounds, on one peer; there is a value before the first step. Planned: the
     leader closes c after the grace, which ends its evaluation, once more when it has a vote."""
-    planner = {"mode": mode, "min_steps": 4, "max_steps": 6, "round_tokens": 600, "grace_seconds": 0.2}
+    planner = {"mode": mode, "min_steps": 4, "max_steps": 6, "round_tokens": 600, "grace_seconds": 1.0}
     run = torch_run((write_text(tmp_path),), planner=planner, run={"rounds": rounds, "validate_every_rounds": 1})
     peers = torch_mesh(tmp_path, ["a", "b", "c"], run, Network())
     seconds: list[float] = []
@@ -224,7 +226,7 @@ async def test_a_slow_evaluation_blocks_nobody_and_all_have_the_same_values(
 
         def validate(share: int, of: int, should_close: Callable[[], bool] | None = None) -> tuple[float, int]:
             begun = time.monotonic()
-            until = begun + (3.2 if len(seconds) in slow_ones else 0.0)
+            until = begun + (slow_seconds if len(seconds) in slow_ones else 0.0)
             closed = False
             while time.monotonic() < until and not closed:
                 time.sleep(0.02)
