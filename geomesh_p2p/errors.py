@@ -4,6 +4,7 @@
     ├── ConfigError                  2   a run file, site file or flag is wrong
     ├── UnreachableError             3   the run, or every seed, could not be reached
     ├── DataError                    4   data, model, tokenizer or checkpoint cannot be used
+    │   └── TrainingDivergedError    4   inner steps come to nothing finite any more
     ├── RefusedError                 5   the run refused this peer (fingerprint, version, admission, name taken)
     │   └── NotListedError           5   by its list of peers (net.allow), which may come to list this one
     ├── DivergedError                4   two different updates were committed for one round
@@ -35,6 +36,15 @@ class UnreachableError(GeoMeshError):
 
 class DataError(GeoMeshError):
     exit_code = 4
+
+
+class TrainingDivergedError(DataError):
+    def __init__(self, steps: int, loss: float, rate: float) -> None:
+        super().__init__(
+            f"nothing finite came of {steps} inner steps in a row (inner.max_skipped_steps; loss {loss:g}, learning rate"
+            f" {rate:.3g}): the run has diverged, or a document is broken; lower inner.learning_rate or outer.learning_rate,"
+            " or raise inner.warmup_tokens, and start a new run"
+        )
 
 
 class DivergedError(GeoMeshError):

@@ -278,6 +278,7 @@ class Peer:
                 self.run.outer,
                 resumed.residual,
                 resumed.log.round,
+                max_skipped_steps=self.run.inner.max_skipped_steps,
             )
             await both(session.run(), train(session.bench, model))
             assert session.outcome is not None

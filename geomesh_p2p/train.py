@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from geomesh_p2p.config import CodecSection, OuterSection
+from geomesh_p2p.config import CodecSection, InnerSection, OuterSection
 from geomesh_p2p.core import ahead, codec, outer
 from geomesh_p2p.core.anchors import part_of
 from geomesh_p2p.core.canonical import Digest, digest_bytes
@@ -41,6 +41,7 @@ from geomesh_p2p.core.ports import (
     WorkWaits,
 )
 from geomesh_p2p.core.types import Assignment, Contribution, PeerId, Plan
+from geomesh_p2p.errors import TrainingDivergedError
 
 
 @dataclass
@@ -80,6 +81,8 @@ class LocalModel:
     hashed: tuple[int, int, Digest] | None = None  # (round, part, hash) of a part of it
     lost: bool = False                           # it is not that of its round, and has to be made anew first
     ahead: Ahead | None = None                   # what the weights have that belongs to the next round
+    max_skipped_steps: int = InnerSection().max_skipped_steps
+    steps_in_vain: int = 0                       # in a row, of rounds whose weights could not be sent
 
 
 async def train(mesh: Mesh, model: LocalModel) -> None:
@@ -154,8 +157,12 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
         encoded = codec.encode(model.layout, anchor, weights, model.codec, model.residual, round=plan.round)
         if isinstance(encoded, codec.NotFinite):
             reason = f"{encoded.tensor} is not finite after the inner steps"
+            model.steps_in_vain += result.steps
+            if model.steps_in_vain >= model.max_skipped_steps:  # each round begins at the anchor, and comes to the same end
+                raise TrainingDivergedError(model.max_skipped_steps, result.loss, result.learning_rate)
         else:
             payload, hashed = encoded, digest_bytes(encoded)
+            model.steps_in_vain = 0
             if mine.ahead:
                 sent = np.array(weights) if model.codec.residual else None
                 began = outer.expected_anchor(model.state, weights, result.tokens / plan.planned_tokens, model.outer)

@@ -21,7 +21,7 @@ from geomesh_p2p.engine.device import Pacer
 from geomesh_p2p.engine.feed import Feed, Starved
 from geomesh_p2p.engine.model import FlatModel
 from geomesh_p2p.engine.ranks import Ranks
-from geomesh_p2p.errors import DataError
+from geomesh_p2p.errors import DataError, TrainingDivergedError
 
 LION_CHUNK = 1 << 22
 REPORT_SECONDS = 0.5
@@ -121,14 +121,9 @@ class InnerLoop:
         return loss
 
     def give_up_if_hopeless(self, loss: float, rate: float) -> None:
-        """Raises DataError after inner.max_skipped_steps steps in a row without a finite gradient."""
-        limit = self.settings.max_skipped_steps
-        if self.skipped_in_a_row >= limit:
-            raise DataError(
-                f"no finite gradient in {limit} inner steps in a row (inner.max_skipped_steps; loss {loss:g}, learning rate "
-                f"{rate:.3g}): the run has diverged, or a document is broken; lower inner.learning_rate or "
-                "outer.learning_rate, or raise inner.warmup_tokens, and start a new run"
-            )
+        """Raises TrainingDivergedError after inner.max_skipped_steps steps in a row without a finite gradient."""
+        if self.skipped_in_a_row >= self.settings.max_skipped_steps:
+            raise TrainingDivergedError(self.settings.max_skipped_steps, loss, rate)
 
     # ------------------------------------------------------------ state
 
@@ -175,8 +170,8 @@ def run_round(
     data comes.
 
     The result's ranges are exactly the positions trained. If not one step could be taken (no time, no data, no finite
-    gradient) it has no tokens and no ranges, and says why. Raises DataError once too many steps in a row had no finite
-    gradient, whatever rounds they were in.
+    gradient) it has no tokens and no ranges, and says why. Raises TrainingDivergedError once too many steps in a row had
+    no finite gradient, whatever rounds they were in.
     """
     clock = time.perf_counter
     begun = ended = reported = clock()

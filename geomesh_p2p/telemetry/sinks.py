@@ -163,7 +163,7 @@ def describe(event: Any) -> str:
     """An observation in words, "" if a person need not see it."""
     match event:
         case seen.RoundCommitted(contributors=()):
-            what = f": {', '.join(event.gone)} leaves" if event.gone else " committed without contributions: the voters changed"
+            what = f": {', '.join(event.gone)} leaves" if event.gone else " committed without contributions"
             return f"round {event.round}{what}; digest {event.digest.hex()[:12]}"
         case seen.RoundCommitted():
             of = event.round - 1  # contributions bring the perplexity of the anchor that they began from

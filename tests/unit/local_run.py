@@ -70,7 +70,10 @@ class LocalRun:
         state = OuterState.founded(engine.weights().copy())
         if others is not None:
             state = OuterState(others.state.anchor.copy(), others.state.momentum.copy())
-        model = LocalModel(f"id-{name}", name, engine, engine.layout, state, self.run.codec, self.run.outer)
+        model = LocalModel(
+            f"id-{name}", name, engine, engine.layout, state, self.run.codec, self.run.outer,
+            max_skipped_steps=self.run.inner.max_skipped_steps,
+        )  # fmt: skip
         self.models[name] = model
         return model
 

@@ -106,7 +106,7 @@ def test_overflow_in_every_step_abstains_and_then_ends_with_a_cause(text: str) -
         assert len(run.anchors) == 1
         anchors.append(run.anchor().copy())
     assert not np.array_equal(anchors[0], anchors[-1]), "the others go on"
-    with pytest.raises(DataError, match=r"no finite gradient in 50 inner steps in a row \(inner.max_skipped_steps") as raised:
+    with pytest.raises(DataError, match=r"nothing finite came of 50 inner steps in a row \(inner.max_skipped_steps") as raised:
         run.round({"a": 4, "b": 12})
     assert len(spoilt) == 50
     for part in (r"loss \d+\.\d+, ", r"learning rate 0\.00\d+\)", r"lower inner\.learning_rate", r"raise inner\.warmup_tokens"):
@@ -121,6 +121,17 @@ def test_a_step_that_works_starts_the_count_anew(text: str) -> None:
     skipped = [run.round({"a": 5})["a"].result.skipped_steps for _ in range(4)]
     assert skipped == [4] * 4
     assert len(spoilt) == 16
+
+
+@pytest.mark.case("C065")
+def test_steps_to_weights_that_cannot_be_sent_count_as_well(text: str) -> None:
+    """The first gradient of each round is finite, its step goes far away, and the next round begins at the anchor again."""
+    run = LocalRun(run_config(text, inner={"max_skipped_steps": 6, "learning_rate": 1e30, "clip_norm": None}), ["a"])
+    local = run.round({"a": 4})["a"]
+    assert local.result.skipped_steps == 3
+    assert "not finite after the inner steps" in local.contribution.reason
+    with pytest.raises(DataError, match="nothing finite came of 6 inner steps in a row"):
+        run.round({"a": 4})
 
 
 # ---------------------------------------------------------------- who counts how much

@@ -599,7 +599,7 @@ def test_a_round_without_contributions_says_what_it_is(caplog: pytest.LogCapture
     console(replace(empty, round=6, gone=("south",)))
     console(replace(empty, round=7))
     assert caplog.messages[1].startswith("round 6: south leaves; ")
-    assert caplog.messages[2].startswith("round 7 committed without contributions: the voters changed; ")
+    assert caplog.messages[2].startswith("round 7 committed without contributions; ")
 
 
 def test_that_nobody_leads_is_said_once_and_only_if_it_lasts(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,7 +96,10 @@ class Workers:
             self.engines[name] = engine
             state = outer.OuterState.founded(np.array(engine.weights()))
             residual = np.zeros_like(state.anchor) if run.codec.residual else None
-            self.models[name] = train.LocalModel(name, name, engine, engine.layout, state, run.codec, run.outer, residual)
+            self.models[name] = train.LocalModel(
+                name, name, engine, engine.layout, state, run.codec, run.outer, residual,
+                max_skipped_steps=run.inner.max_skipped_steps,
+            )  # fmt: skip
             if run.codec.residual:
                 self.part_residuals[name] = PartResidual(ExchangeCodec(engine.layout, run.codec))
         self.first = next(iter(self.models.values()))
