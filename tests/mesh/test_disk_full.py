@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from geomesh_p2p.core import observations as seen
+from geomesh_p2p.core.messages import HeldReport
 from geomesh_p2p.engine import files
 from geomesh_p2p.engine.files import RESERVE_BYTES
-from geomesh_p2p.swarm.memory import Network
+from geomesh_p2p.swarm.memory import MemoryTransport, Network
 from tests.injection.proof import fired, inject
 from tests.mesh.calm import CalmPeer, calm_mesh, until, virtual
 from tests.mesh.toy import toy_run
@@ -87,6 +88,15 @@ async def test_a_snapshot_without_room_is_reported_and_cleaned_training_goes_on_
 @virtual
 async def test_a_promise_that_cannot_be_saved_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor room for a held record: the peer says so and ends with 75, before it reports anything; the others go on."""
+    reported: list[int] = []
+    send = MemoryTransport.send
+
+    def tapped(transport: MemoryTransport, to: str, message: Any) -> None:
+        if transport.peer == "id-c" and isinstance(message, HeldReport):
+            reported.append(message.round)
+        send(transport, to, message)
+
+    monkeypatch.setattr(MemoryTransport, "send", tapped)
     disks, peers = Disks(monkeypatch), running(tmp_path)
     victim = peers[2]
     await until(lambda: len(victim.digests()) >= 3)
@@ -99,4 +109,7 @@ async def test_a_promise_that_cannot_be_saved_is_not_made(tmp_path: Path, monkey
     code, reason = victim.session.outcome or (0, "")
     assert code == 75
     assert "free some space" in reason
+    accepted = max(note["round"] for kind, note in victim.notes if kind == "accept")
+    assert accepted > max(victim.digests()), "it was at work on a round"
+    assert max(reported) < accepted, "of which it reported nothing"
     await leave(peers[:2])

@@ -420,6 +420,7 @@ def test_reduce_refuses_what_does_not_fit() -> None:
     run_virtual(main())
 
 
+@pytest.mark.case("C073")
 def test_messages_of_other_plans_and_of_strangers_are_ignored() -> None:
     async def main() -> None:
         async with Mesh(plan_for(2, "gather"), Network()) as mesh:
@@ -428,6 +429,8 @@ def test_messages_of_other_plans_and_of_strangers_are_ignored() -> None:
             mesh.exchanges[0].receive("peer-1", dataclasses.replace(chunk, plan=b"p" * 32))
             assert mesh.exchanges[0].buffered_bytes == 0
             assert mesh.heard[0].all_refused == []
+            mesh.exchanges[0].receive("peer-1", chunk)
+            assert mesh.exchanges[0].buffered_bytes == len(chunk.data), "from its sender and of this plan it counts"
 
     run_virtual(main())
 

@@ -71,7 +71,10 @@ def test_an_even_split_while_a_round_is_being_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("kind", ["cut", "one_way", "half_open", "loss", "reset", "helper_killed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["cut", "one_way", "half_open", "reset", "helper_killed", pytest.param("loss", marks=pytest.mark.case("C056"))],
+)
 def test_short_outages_again_and_again(tmp_path: Path, kind: str, topology: str) -> None:
     async def main() -> None:
         async with VirtualMesh(tmp_path, "abcd", run=long_run(topology=topology)) as mesh:
@@ -98,7 +101,8 @@ def test_short_outages_again_and_again(tmp_path: Path, kind: str, topology: str)
 @pytest.mark.parametrize("from_round", [0, 10])
 @pytest.mark.parametrize("latency_seconds", [1.0, pytest.param(5.0, marks=pytest.mark.long)])
 def test_seconds_of_latency_with_jitter(tmp_path: Path, latency_seconds: float, from_round: int, topology: str) -> None:
-    """Rounds take a few trips longer, nobody is taken for lost once the trips are known, and a new leader can be elected."""
+    """Rounds take a few trips longer, and a new leader can be elected. Nobody is taken for lost, or, if trips suddenly take
+    longer than a peer may be silent, nobody once they are known."""
 
     async def main() -> None:
         network = Network(1, latency_seconds=0.02)
@@ -110,10 +114,13 @@ def test_seconds_of_latency_with_jitter(tmp_path: Path, latency_seconds: float, 
             await mesh.until(lambda: mesh.least >= from_round, what="the round from which on the trips are long")
             if from_round:
                 inject(lambda: all_links(mesh, **lag))
+            begun = mesh.now
             await asyncio.sleep(30 * latency_seconds)
             trips = [peer.session.around.links.rtt_seconds(mesh.ids[0]) for peer in mesh if peer.name != "a"]
             fired(max(trips) > latency_seconds, "the latency, as the peers measured it")
-            before, quiet_from = mesh.round, mesh.now
+            # Trips that suddenly take longer than a peer may be silent are a silence until they are known.
+            sudden = from_round and latency_seconds + 0.5 > TIMING.heartbeat_limit_seconds
+            before, quiet_from = mesh.round, mesh.now if sudden else begun
             await asyncio.sleep(60 * latency_seconds)
             later = [(kind, note) for peer in mesh for kind, note in peer.notes if note["at"] > quiet_from]
             assert not [note for kind, note in later if kind in ("lost", "discard")], "nobody is lost, nothing given up"
@@ -137,8 +144,8 @@ def all_links(mesh: VirtualMesh, **changes: float) -> None:
 @pytest.mark.long
 @pytest.mark.case("C055")
 def test_one_slow_link(tmp_path: Path) -> None:
-    """One of four peers at 1 Mbit/s, then at 10: the others' rounds are not held up for long, the slow one is named, and
-    comes back when its link does."""
+    """One of four peers at 1 Mbit/s: the others' rounds are not held up for long, the slow one is named and contributes all the
+    while, fewer bytes are sent over its link, and rounds are as short as before when it is well again."""
 
     async def main() -> None:
         layout = Layout((Tensor("w", 4_000_000, 1),))          # half a megabyte of signs: 4 s to each of three at 1 Mbit/s
@@ -154,7 +161,10 @@ def test_one_slow_link(tmp_path: Path) -> None:
             begun, planned = mesh.now, mesh["a"].replica.plan.exchange_seconds
             await asyncio.sleep(80.0)
             mesh.prove()
-            times = [note["at"] for note in mesh["a"].commits() if note["at"] > begun]
+            since = [note for note in mesh["a"].commits() if note["at"] > begun]
+            assert all("d" in [one["site"] for one in note["contributors"]] for note in since), "the slow peer takes part"
+            assert since[-1]["topology"] == "reduce", "the topology that sends less over the slow link"
+            times = [note["at"] for note in since]
             assert max(later - earlier for earlier, later in pairwise(times)) <= 2.0 * usual, "bounded from the first round on"
             assert round_seconds(mesh, 4) <= 1.75 * usual, "and planned for: two bits of every parameter come back"
             plan = await mesh.until(lambda: mesh["a"].replica.plan)
@@ -162,8 +172,6 @@ def test_one_slow_link(tmp_path: Path) -> None:
             assert [reason for reason in plan.reasons if "slowest way" in reason and ("d to" in reason or "to d" in reason)]
             assert not [note for peer in mesh for kind, note in peer.notes if kind == "discard"], "slow is not lost"
             await asyncio.sleep(60.0)
-            # It may be left out meanwhile, and is tried again after some rounds.
-            await mesh.until(lambda: mesh["d"].peer in mesh["a"].commits()[-1]["view"], 120.0)
             await mesh.rounds(6, 100.0)
             assert mesh["d"].peer in mesh["a"].commits()[-1]["view"], "and takes part when its link is well again"
             assert round_seconds(mesh, 4) <= 1.1 * usual
@@ -178,6 +186,7 @@ def round_seconds(mesh: VirtualMesh, last: int) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.case("C056")
 def test_long_silence_between_exchanges(tmp_path: Path) -> None:
     """Rounds of ten minutes, in which nothing but heartbeats is said, and these are lost now and then."""
 

@@ -137,13 +137,13 @@ async def test_a_run_of_one_peer_is_plain_training(tmp_path: Path) -> None:
 
 
 class Freezing:
-    """A source whose reads hang, from `freeze` to `thaw`, as those of a network file system do."""
+    """A source whose reads hang, or fail, from `freeze` to `thaw`, as those of a network file system do."""
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self._corpus = engine.corpus
+    def __init__(self, engine: TorchEngine, fails: bool) -> None:
+        self._corpus, self._fails = engine.corpus, fails
         self._open = threading.Event()
         self._open.set()
-        self.hung = 0
+        self.stopped = 0
 
     def freeze(self) -> None:
         self._open.clear()
@@ -153,7 +153,9 @@ class Freezing:
 
     def batch(self, wanted: Any) -> Any:
         if not self._open.is_set():
-            self.hung += 1
+            self.stopped += 1
+            if self._fails:
+                raise OSError(5, "Input/output error")
             self._open.wait()
         return self._corpus.batch(wanted)
 
@@ -161,8 +163,9 @@ class Freezing:
 @pytest.mark.fault
 @pytest.mark.case("C081")
 @pytest.mark.parametrize(("mode", "read_seconds"), [("uniform", 0.5), ("planned", 60.0)])
+@pytest.mark.parametrize(("fails", "words"), [(False, "is silent"), (True, "fails ([Errno 5] Input/output error)")])
 async def test_a_peer_whose_data_stalls_says_so_sits_out_and_comes_back(
-    tmp_path: Path, mode: str, read_seconds: float
+    tmp_path: Path, mode: str, read_seconds: float, fails: bool, words: str
 ) -> None:
     """Uniform: its own limit ends the round for it. Planned: the leader closes it after the grace."""
     planner = {"mode": mode, "min_steps": 4, "max_steps": 6, "round_tokens": 600, "grace_seconds": 0.3}
@@ -171,7 +174,7 @@ async def test_a_peer_whose_data_stalls_says_so_sits_out_and_comes_back(
     sources: list[Freezing] = []
 
     def slow_source(engine: TorchEngine) -> None:
-        sources.append(Freezing(engine))
+        sources.append(Freezing(engine, fails))
         engine.feed = Feed(sources[0], Patience(read_seconds, warn_seconds=0.2, ahead=1), engine._warn_of_data)
 
     peers[2].prepare = slow_source
@@ -180,14 +183,17 @@ async def test_a_peer_whose_data_stalls_says_so_sits_out_and_comes_back(
     await until(lambda: len(contributed(peers[0], "c")) >= 2)
     inject(sources[0].freeze)
     before = len(peers[0].digests())
-    await until(lambda: sources[0].hung > 0 or len(peers[0].digests()) >= before + 3)
-    fired(sources[0].hung, "a read of c hung")
+    await until(lambda: sources[0].stopped > 0 or len(peers[0].digests()) >= before + 3)
+    fired(sources[0].stopped, "a read of c hung or failed")
     reached, last = max(peers[0].digests()), max(contributed(peers[0], "c"))
     await until(lambda: max(peers[0].digests()) >= reached + 3 and bool(warned(peers[2], "abstained")))
     assert max(contributed(peers[0], "c")) <= last + 2, "it cannot have trained"
     assert "starved" in warned(peers[2], "abstained")[0]
-    assert "starved: the data source is silent" in warned(peers[2], "starved")[0]
+    assert f"starved: the data source {words}" in warned(peers[2], "starved")[0]
     assert not of(peers[0], seen.PeerLost)
+    tries = sources[0].stopped
+    if fails:
+        await until(lambda: sources[0].stopped > tries)  # it is asked again and again
     sources[0].thaw()
     thawed = max(peers[0].digests())
     await until(lambda: max(contributed(peers[0], "c")) > thawed)
@@ -206,6 +212,7 @@ def assert_equal_digests(peers: list[TorchPeer]) -> None:
 
 
 @pytest.mark.fault
+@pytest.mark.case("C047")
 @pytest.mark.case("C128")
 @pytest.mark.parametrize(
     ("mode", "slow_ones", "slow_seconds", "rounds"), [("uniform", [0, 1], 3.2, 4), ("planned", [0, 1, 6], 30.0, 8)]

@@ -158,6 +158,12 @@ class Site:
         """Its folder is another one from its next start on."""
         self._read_bytes, self._notes = 0, []
 
+    def knows(self) -> set[str]:
+        """The addresses at which it remembers others."""
+        path = self.folder / "acquaintances.json"
+        entries = json.loads(path.read_text()) if path.exists() else []
+        return {address for entry in entries for address in entry["addresses"]}
+
     @property
     def peer(self) -> str:
         """Its peer id, "" before its first start."""
@@ -201,6 +207,12 @@ class Site:
             if series.partition("{")[0] == name and all(f'{key}="{text}"' in series for key, text in labels.items()):
                 total += float(value)
         return total
+
+
+def met_anew(site: Site, address: str, former: str) -> None:
+    """Wait, a few periods of records at most, until `site` remembers a peer at `address` and no longer at `former`."""
+    what = f"{site.name} to remember {address} instead of {former}"
+    until(lambda: address in site.knows() and former not in site.knows(), what, 60.0)
 
 
 COMPLAINTS = re.compile(r"\b(ERROR|CRITICAL)\b|error:|Traceback|never retrieved|never awaited|Task was destroyed|exception was")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from geomesh_p2p.lab.verify import main as verify
 from tests.injection.ports import free_port
 from tests.injection.proof import fired, inject
-from tests.process.sites import LIGHT, Site, Sites, until
+from tests.process.sites import LIGHT, Site, Sites, met_anew, until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 NOBODY = "12D3KooWCKbmwgeyiasUcYmfksk87CnovRTmZVXoxuoNNBvUaPyq"
@@ -49,12 +48,6 @@ def contributes(site: Site, by: Site) -> None:
     )
 
 
-def known_to(site: Site) -> str:
-    path = site.folder / "acquaintances.json"
-    entries = json.loads(path.read_text()) if path.exists() else []
-    return " ".join(address for entry in entries for address in entry["addresses"])
-
-
 @pytest.mark.fault
 @pytest.mark.case("C003")
 @pytest.mark.case("C005")
@@ -68,7 +61,7 @@ def test_any_peer_leads_into_the_run_and_nobody_has_to_stay(tmp_path: Path) -> N
     a, b, c, d = mesh
     port = free_port()
     try:
-        start(a, first=True)
+        address_of_a = start(a, first=True)
         (printed,) = (line.split("others join with: ")[1] for line in a.log().splitlines() if "others join with: " in line)
 
         # b is given the line as it was printed, and two seeds that are dead; it listens everywhere and announces one address.
@@ -82,7 +75,7 @@ def test_any_peer_leads_into_the_run_and_nobody_has_to_stay(tmp_path: Path) -> N
         # c comes through b, an ordinary peer, at the address that b announces; the first seed is killed; d comes through c.
         address_of_c = start(c, "--bootstrap", address_of_b)
         contributes(c, by=b)
-        until(lambda: address_of_b in known_to(a) and address_of_c in known_to(a), "a to remember them")
+        until(lambda: {address_of_b, address_of_c} <= a.knows(), "a to remember them")
         # It was dialled, as told; but b may have dialled c as well, and that connection be the one that stays.
         ways = (f"b: connected, dialled at /ip4/127.0.0.2/tcp/{port}", "b: connected, comes from ")
         until(lambda: any(way in c.log() for way in ways), "c to tell how b is reached")
@@ -93,11 +86,10 @@ def test_any_peer_leads_into_the_run_and_nobody_has_to_stay(tmp_path: Path) -> N
 
         # a, whose only seed was itself, comes back through whom it knew, is killed again, and comes back at another port.
         for again in range(2):
-            new_port = free_port()
-            address_of_a = start(a, "--net.listen", f"/ip4/127.0.0.1/tcp/{new_port}")
+            former, address_of_a = address_of_a, start(a, "--net.listen", f"/ip4/127.0.0.1/tcp/{free_port()}")
             contributes(a, by=c)
             for other in (b, c, d):
-                until(lambda o=other, at=address_of_a: at in known_to(o), f"{other.name} to know a's new address")
+                met_anew(other, address_of_a, former)
             if again == 0:
                 kill(a)
         mesh.terminate()

@@ -159,8 +159,11 @@ def test_sites_that_cannot_reach_each_other_and_have_no_relay_do_not_stop_the_ru
         r, s, a, b = mesh
         for site in (a, b):
             until(lambda s=site: "not reachable from " in s.log(), f"{site.name} to hear that it cannot be dialled")
+            assert net.dropped(site.name) > 0, "its router let somebody in"
+        together(mesh)
         before = r.round
         until(lambda: all(site.round >= before + 10 for site in mesh), "ten more rounds of all four")
+        together(mesh)
         assert not [note for site in (r, s) for note in site.history("lost")]
         for site in mesh:
             assert site.log().count("not reachable from ") <= 1

@@ -1,9 +1,13 @@
 import builtins
 import gzip
+import itertools
 import json
+import logging
 import os
 import shutil
 import stat
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from geomesh_p2p.config import DatasetSection
 from geomesh_p2p.core.types import Range
-from geomesh_p2p.engine import data, token_cache
+from geomesh_p2p.engine import data, reading, token_cache
 from geomesh_p2p.engine.documents import DOCUMENT_CHARACTERS, documents
 from geomesh_p2p.engine.tokenizer import END_OF_DOCUMENT_BYTE, load_tokenizer
 from geomesh_p2p.errors import DataError, TemporaryError
@@ -377,6 +381,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, texts, damage, caplog):
     assert not caplog.records, "once is enough"
 
 
+@pytest.mark.case("C080")
 def test_kept_tokens_are_read_through_once_a_start(tmp_path, texts, monkeypatch):
     section = jsonl_section(tmp_path, texts)
     corpus_of(section, cache=tmp_path / "cache")
@@ -402,6 +407,31 @@ def test_a_source_that_is_silent_at_the_start_is_named_after_its_deadline(tmp_pa
             corpus_of(section)
     with pipe.open("w") as writer:  # lets the thread that hangs go
         writer.write("\n")
+
+
+@pytest.mark.case("C080")
+def test_a_reading_says_every_5_seconds_how_far_it_is(monkeypatch, caplog):
+    """By a clock that goes on by a second at each look, and stands still from the twelfth on, when the reading is over."""
+    caplog.set_level(logging.INFO)
+    looks, begun, over = itertools.count(), threading.Event(), threading.Event()
+
+    def clock():
+        assert begun.wait(10)
+        seconds = min(next(looks), 12)
+        if seconds == 12:
+            over.set()
+        return float(seconds)
+
+    def read(far):
+        far.documents, far.tokens = 1234, 56789
+        begun.set()
+        assert over.wait(10)
+        return "the text"
+
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=clock))
+    assert reading.read_watched(read, silent_seconds=60.0, look_seconds=0.001) == "the text"
+    far = "reading text: 1,234 documents, 56,789 tokens so far"
+    assert [record.getMessage() for record in caplog.records] == [far, f"{far}, none for 9 s"]
 
 
 def test_a_cache_knows_its_content(tmp_path, texts):

@@ -83,9 +83,11 @@ def test_each_setting_that_may_be_changed_in_a_run_file_is_named(settings: Any) 
 
 
 @pytest.mark.case("C018")
+@pytest.mark.case("C087")
 def test_each_field_of_the_fingerprint_alone_is_refused_by_name(settings: Any) -> None:
     ours = settings({})
     assert len(ours) > 25
+    assert "data.tokenizer" in ours
     for field in ours:
         members, (refusal,) = greeted(ours, ours | {field: "another"})
         assert not members.admitted("b")

@@ -55,6 +55,7 @@ def remote(peer: str, in_use: bool = True) -> Remote:
 
 
 @pytest.mark.fault
+@pytest.mark.case("C008")
 @pytest.mark.case("C059")
 @pytest.mark.case("C061")
 def test_a_dead_connection_is_closed_within_two_limits_and_a_quiet_one_is_not() -> None:
