@@ -42,6 +42,7 @@ INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
 ABSENT_SECONDS = 300.0           # without streams, news or wishes: who was no member is forgotten
 YIELD_SECONDS = 3.0              # in which, of two that meet, the one with the lower id dials
+ENDING_SECONDS = 1.0         # within which the end of a stream is known after the next one has begun
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -94,6 +95,7 @@ class Libp2pTransport:
         self._remotes: dict[PeerId, Remote] = {}
         self._watch = LinkWatch(self._remotes, lambda: self.daemon, net.heartbeat_limit_seconds)
         self._incoming: dict[PeerId, set[FrameStream]] = {}
+        self._controls: dict[PeerId, FrameStream] = {}  # the newest that each has opened
         self._tasks: set[asyncio.Task[None]] = set()
         self._sequence = 0
         self._on_message: OnMessage | None = None
@@ -140,7 +142,7 @@ class Libp2pTransport:
             remote.try_now()
 
     async def _open_doors(self, daemon: Daemon) -> None:
-        await daemon.accept({CONTROL: self._accept_frames, BULK: self._accept_frames, REQUEST: self._accept_requests})
+        await daemon.accept({CONTROL: self._accept_control, BULK: self._accept_frames, REQUEST: self._accept_requests})
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -385,6 +387,8 @@ class Libp2pTransport:
         def lost(stream: FrameStream) -> None:
             budgets.close_stream(number)
             streams.discard(stream)
+            if self._controls.get(peer) is stream:
+                del self._controls[peer]
             if not streams and self._incoming.get(peer) is streams:
                 del self._incoming[peer]
                 self._traffic_with(peer)
@@ -415,6 +419,22 @@ class Libp2pTransport:
         self.budgets.complaints.say(peer, self.budgets.admitted(peer), reason, f"{peer}: {error}")
         if isinstance(error, wire.VersionMismatch):
             self.on_other_version(peer, error.version)
+
+    def _accept_control(self, peer: PeerId, stream: FrameStream) -> None:
+        before = tuple(self._incoming.get(peer, ()))
+        self._accept_frames(peer, stream)
+        older, self._controls[peer] = self._controls.get(peer), stream
+        if older is not None and not older.lost:
+            asyncio.get_running_loop().call_later(ENDING_SECONDS, self._leave_dead_connection, peer, older, before)
+
+    def _leave_dead_connection(self, peer: PeerId, older: FrameStream, before: Sequence[FrameStream]) -> None:
+        """`peer` has opened its control stream anew, and yet nobody has told this end that the older one has ended: the
+        connection that it went through is dead. What is sent over that is lost, until libp2p gives it up, half a minute later."""
+        if older.lost or peer not in self._remotes:
+            return
+        for stream in before:
+            stream.abort()
+        self._remotes[peer].restarted()
 
     def _accept_frames(self, peer: PeerId, stream: FrameStream) -> None:
         self._accept(peer, stream)

@@ -28,6 +28,7 @@ from geomesh_p2p.swarm.streams import FrameStream
 from geomesh_p2p.swarm.transport import Libp2pTransport
 from tests.injection.ports import free_port
 from tests.injection.proof import fired, inject
+from tests.injection.proxy import Network, Rule
 
 PATIENCE_SECONDS = 20.0
 Opener = Callable[..., "asyncio.Future[Libp2pTransport]"]
@@ -239,6 +240,43 @@ async def test_daemon_that_dies_is_started_again_with_identity_and_port(opened: 
         one.send(other.peer, Leave("after"))
         await eventually(lambda other=other: bool(heard["a" if other is a else "b"]))
     assert given_up == []
+
+
+@pytest.mark.fault
+@pytest.mark.case("C008")
+@pytest.mark.case("C061")
+async def test_who_is_dialled_anew_after_a_silent_loss_answers_over_the_new_connection(opened: Opener) -> None:
+    """a finds out and dials again; b, which hears it all the while then, must not go on over the old connection."""
+    heard: dict[str, list[tuple[str, Message]]] = {"a": [], "b": []}
+    port = free_port()
+    with Network() as network:
+        front = network.front("a", port)
+        a = await opened(
+            "a", heard["a"], listen=f"/ip4/127.0.0.1/tcp/{port}", announce=f"/ip4/127.0.0.1/tcp/{front.port}",
+            heartbeat_limit_seconds=1.0,
+        )  # fmt: skip
+        b = await opened("b", heard["b"], heartbeat_limit_seconds=60.0)
+        await b.seeds.connect(a.addresses())
+        a.learn(b.peer, b.addresses())
+
+        async def talk() -> None:
+            while True:
+                a.send(b.peer, Leave("here"))
+                b.send(a.peer, Leave("here"))
+                await asyncio.sleep(0.1)
+
+        talking = asyncio.create_task(talk())
+        try:
+            await eventually(lambda: bool(heard["a"] and heard["b"]))
+            inject(lambda: network.around("a", Rule(idle_seconds=0.0)))
+            fired(await soon(lambda: network.count().idle_drops > 0), "the silent loss of the connection")
+            network.heal()
+            lost_at = len(heard["b"])
+            await eventually(lambda: len(heard["b"]) > lost_at + 5)  # over the new connection
+            heard["a"].clear()
+            await eventually(lambda: bool(heard["a"]))  # libp2p gives the old one up after 30 s at the earliest
+        finally:
+            talking.cancel()
 
 
 async def until_sent(transport: Libp2pTransport, to: str) -> None:
