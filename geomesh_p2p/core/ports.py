@@ -187,8 +187,11 @@ class SnapshotStore(Protocol):
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
         part_residual: tuple[Range, Vector] | None = None,
-        delete_older: bool = True,
     ) -> SnapshotManifest: ...
+
+    def delete_older(self, newest: int) -> None:
+        """Delete those that are more than the run file says, `newest` not among them."""
+        ...
 
     def rounds(self) -> list[int]: ...
 

@@ -218,7 +218,7 @@ class Rebuilder:
             if self._snapshots.manifest(round).content == described(log_state, state.anchor, state.momentum).content:
                 return
             try:
-                self._snapshots.write(log_state, state.anchor, state.momentum, delete_older=False)
+                self._snapshots.write(log_state, state.anchor, state.momentum)
             except OSError:
                 self._snapshots.drop(round)
 

@@ -140,10 +140,9 @@ class Snapshots:
         residual: Vector | None = None,
         save_inner: Callable[[str], None] | None = None,
         part_residual: tuple[Range, Vector] | None = None,
-        delete_older: bool = True,
     ) -> Manifest:
-        """Writes the snapshot of `state.round`, checks it, then deletes those beyond `keep` unless told not to. Raises OSError:
-        DiskFullError before anything is written if space is short, EIO if what was written does not read back."""
+        """Writes the snapshot of `state.round` and checks it. Raises OSError: DiskFullError before anything is written if space
+        is short, EIO if what was written does not read back."""
         require_space(self.folder, anchor.nbytes + momentum.nbytes + (0 if residual is None else residual.nbytes))
         self.clean()
         aside = self.folder / f"snapshot-{state.round}{PARTIAL}"
@@ -160,8 +159,6 @@ class Snapshots:
                 _sync_file(aside / INNER)
             manifest = Manifest(state, anchor.size, tuple(hashes))
             self._publish(aside, manifest)
-            if delete_older:
-                self._delete_older(manifest.round)
         except OSError:
             with suppress(OSError):
                 self.clean()
@@ -183,13 +180,19 @@ class Snapshots:
         sync_folder(self.folder)
         self._discard(replaced)
 
-    def _delete_older(self, newest: int) -> None:
+    def delete_older(self, newest: int) -> None:
+        """Deletes those beyond `keep`, of which `newest` is one. Raises OSError."""
         older = [round for round in self.rounds() if round < newest]
         surplus = older[: max(0, len(older) - (self.keep - 1))]
         wanted = max(surplus, key=lambda round: self._read_at.get(round, 0.0), default=0)
-        for round in surplus:
-            if round != wanted or not self._in_use(round):
-                self.drop(round)
+        try:
+            for round in surplus:
+                if round != wanted or not self._in_use(round):
+                    self.drop(round)
+        except OSError:
+            with suppress(OSError):
+                self.clean()
+            raise
 
     def _in_use(self, round: int) -> bool:
         return time.monotonic() <= self._read_at.get(round, float("-inf")) + IN_USE_SECONDS

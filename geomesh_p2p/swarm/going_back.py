@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from geomesh_p2p.core import events as ev
 from geomesh_p2p.core.messages import Fetch, Fetched
@@ -21,18 +23,33 @@ log = logging.getLogger("geomesh.going_back")
 REACHES = "reaches"
 ASK_SECONDS = 2.5       # well within what whoever passes the order on waits (visits.py)
 DECIDED_ROUNDS = 3      # the round going on, the rollback, and one more while the order was on its way
+DECIDED_SECONDS = 60.0  # and not before this: while the voters are asked, a mesh of fast rounds commits many of them
 
 
 class GoingBack:
     """One peer's part in it. `put` hands events to the replica."""
 
-    def __init__(self, transport: Transport, past: Past, replica: Replica, put: Callable[[ev.Event], None]) -> None:
-        self._transport, self._past, self._replica, self._put = transport, past, replica, put
-        self._undecided_until = 0
+    def __init__(
+        self, transport: Transport, past: Past, replica: Replica, put: Callable[[ev.Event], None], clock: Callable[[], float]
+    ) -> None:
+        self._transport, self._past, self._replica, self._put, self._clock = transport, past, replica, put, clock
+        self._promised: dict[int, tuple[int, float]] = {}  # by round that this peer can go back to: until which round and time
+        self._past_in_use = threading.Lock()
 
-    def holds(self) -> bool:
-        """Whether nothing of this peer's past may be deleted now. Called from any thread."""
-        return self._replica.round < self._undecided_until or self._replica.s.checking
+    @contextmanager
+    def may_delete(self) -> Iterator[bool]:
+        """Whether something of this peer's past may be deleted now; while that is done, nobody is told that it is there. For
+        any thread."""
+        with self._past_in_use:
+            round, now = self._replica.round, self._clock()
+            for to_round, (until_round, until) in tuple(self._promised.items()):
+                if round >= until_round and now >= until:
+                    self._promised.pop(to_round, None)
+            yield not self._promised and not self._replica.s.checking
+
+    def went_back(self, to_round: int) -> None:
+        """The run is back there: what was promised for it has been kept."""
+        self._promised.pop(to_round, None)
 
     async def order(self, to_round: int) -> tuple[bool, str]:
         """(whether the run will go back, in words)."""
@@ -61,12 +78,18 @@ class GoingBack:
         return Fetched(not words, words.encode(), 0, 0, b"", 0)
 
     async def _reach(self, to_round: int) -> Rollback | str:
-        before, self._undecided_until = self._undecided_until, self._replica.round + DECIDED_ROUNDS
+        before = self._promised.get(to_round)
+        self._promised[to_round] = self._replica.round + DECIDED_ROUNDS, self._clock() + DECIDED_SECONDS
         try:
-            return await asyncio.to_thread(self._past.rollback, to_round)
+            return await asyncio.to_thread(self._made_of_past, to_round)
         except (LookupError, DataError) as error:
-            self._undecided_until = before
+            if before is None:
+                self._promised.pop(to_round, None)
             return f"{error}: see save.keep_snapshots"
+
+    def _made_of_past(self, to_round: int) -> Rollback:
+        with self._past_in_use:
+            return self._past.rollback(to_round)
 
     async def _ask(self, peer: PeerId, to_round: int) -> str:
         try:

@@ -19,6 +19,7 @@ class Retaining:
     def saved(self, round: int) -> None:
         """A snapshot of `round` was written. What cannot be deleted stays until the next one."""
         try:
+            self._snapshots.delete_older(round)
             # Whoever catches up, and this peer if its newest snapshot is damaged, needs the updates since.
             self._store.prune(min(*self._snapshots.rounds(), round - self._save.keep_updates) + 1)
             left = self._snapshots.prune(self._store.sizes())

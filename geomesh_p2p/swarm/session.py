@@ -107,7 +107,7 @@ class Session:
         self.donor = Donor(around.store, around.snapshots, view, clock=around.clock, on_given=self._gave)
         self._fetcher = Fetcher(around.transport, alive=self._is_heard, fault=self._bad_donor, donors=self._equals)
         self._catching_up = CatchingUp(self._fetcher, around.store, around.snapshots, self._committed, self._adopt)
-        self._going_back = GoingBack(around.transport, around.past, replica, self._put)
+        self._going_back = GoingBack(around.transport, around.past, replica, self._put, around.clock)
         self._retaining = Retaining(around.store, around.snapshots, planning.save, around.observe)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat_now, self._woken, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -340,6 +340,7 @@ class Session:
         if update.rollback is None:
             self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
         else:
+            self._going_back.went_back(update.rollback.to_round)
             self.bench.put(RollBack(update, partial(self.around.past, trusting=True)))
             self.around.observe(obs.RolledBack(update.round, update.rollback.to_round))
         self._anchor_at = state
@@ -383,17 +384,15 @@ class Session:
                 return
             begun = time.perf_counter()
             try:
-                holds = self._going_back.holds()
-                manifest = self.around.snapshots.write(
-                    state, anchor, momentum, residual, save_inner, part_residual, delete_older=not holds
-                )
+                manifest = self.around.snapshots.write(state, anchor, momentum, residual, save_inner, part_residual)
             except OSError as error:
                 self.around.observe(obs.Warned("save_failed", f"snapshot of round {state.round} not saved: {error}"))
             else:
                 self.around.observe(obs.Saved("snapshot", state.round, time.perf_counter() - begun, manifest.size_bytes))
                 loop.call_soon_threadsafe(self._put, ev.Hashed(state.round, "state", manifest.content))
-                if not holds:
-                    self._retaining.saved(state.round)
+                with self._going_back.may_delete() as may:
+                    if may:
+                        self._retaining.saved(state.round)
 
         self.bench.put(SaveState(state.round, write))
 

@@ -428,8 +428,8 @@ class Libp2pTransport:
             asyncio.get_running_loop().call_later(ENDING_SECONDS, self._leave_dead_connection, peer, older, before)
 
     def _leave_dead_connection(self, peer: PeerId, older: FrameStream, before: Sequence[FrameStream]) -> None:
-        """`peer` has opened its control stream anew, and yet nobody has told this end that the older one has ended: the
-        connection that it went through is dead. What is sent over that is lost, until libp2p gives it up, half a minute later."""
+        """`peer` has opened its control stream anew, and yet nobody has told this end that the older one has ended: its
+        connection is dead. What is sent over that is lost, until libp2p gives it up half a minute later."""
         if older.lost or peer not in self._remotes:
             return
         for stream in before:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from geomesh_p2p.core.log import Credited
-from geomesh_p2p.core.types import Range
+from geomesh_p2p.core.types import Range, Rollback
 from geomesh_p2p.engine.snapshots import Snapshots
+from geomesh_p2p.swarm.going_back import GoingBack
 from tests.injection.proof import fired, inject
 from tests.mesh.calm import CalmPeer, until, virtual
 from tests.mesh.test_comings import equal_states, kill, mesh_of, round_of, run_of, stop
@@ -75,6 +78,49 @@ async def test_every_peer_has_the_earlier_state_again_and_the_run_goes_on(tmp_pa
             for r in c["ranges"]:
                 trained.add(Range(*r) if not isinstance(r, Range) else r)  # raises if a range is credited twice
     await stop(peers)
+
+
+@virtual
+async def test_many_rounds_may_pass_while_the_voters_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps what it has said that it can go back to, however fast the rounds are."""
+    peers, _ = await begun(tmp_path, "abc", 6, every=2)
+    ask, there = GoingBack._ask, round_of(peers[0])
+
+    async def slowly(self: GoingBack, peer: str, to_round: int) -> str:
+        words = await ask(self, peer, to_round)
+        await until(lambda: round_of(peers[0]) >= there + 8)
+        return words
+
+    monkeypatch.setattr(GoingBack, "_ask", slowly)
+    went = await roll_back(peers, there - 1)
+    assert went > there + 8
+    assert {peer.states[went] for peer in peers} == {peers[0].states[there - 1]}
+    await until(lambda: all(round_of(peer) >= went + 4 for peer in peers))
+    assert equal_states(peers) >= went + 3
+    await stop(peers)
+
+
+async def test_nobody_is_told_of_a_past_that_is_being_deleted(tmp_path: Path) -> None:
+    kept = {4}
+
+    class Past:
+        def rollback(self, to_round: int) -> Rollback:
+            if to_round not in kept:
+                raise LookupError("gone")
+            return Rollback(to_round, 0)
+
+    state = SimpleNamespace(checking=False)
+    going = GoingBack(None, Past(), SimpleNamespace(round=9, s=state), lambda event: None, lambda: 0.0)  # type: ignore[arg-type]
+    with going.may_delete() as may:
+        assert may
+        asked = asyncio.create_task(going.answer(4))
+        await asyncio.wait({asked}, timeout=0.2)
+        kept.clear()
+    assert not (await asked).found
+    kept.add(4)
+    assert (await going.answer(4)).found
+    with going.may_delete() as may:
+        assert not may, "it has been promised"
 
 
 @virtual

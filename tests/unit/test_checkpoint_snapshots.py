@@ -39,7 +39,10 @@ def save_inner(path: str) -> None:
 
 
 def write(snapshots: Snapshots, round: int, size: int = SIZE) -> Manifest:
-    return snapshots.write(state(round), vector(round, size), vector(-round % 97, size), vector(round + 50, size), save_inner)
+    anchor, momentum, residual = vector(round, size), vector(-round % 97, size), vector(round + 50, size)
+    manifest = snapshots.write(state(round), anchor, momentum, residual, save_inner)
+    snapshots.delete_older(round)
+    return manifest
 
 
 def sound(snapshot: Snapshot | None, round: int, size: int = SIZE) -> bool:
