@@ -83,7 +83,7 @@ async def test_every_peer_has_the_earlier_state_again_and_the_run_goes_on(tmp_pa
 @virtual
 async def test_many_rounds_may_pass_while_the_voters_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps what it has said that it can go back to, however fast the rounds are."""
-    peers, _ = await begun(tmp_path, "abc", 6, every=2)
+    peers, _ = await begun(tmp_path, "abc", 6, every=2, keep_updates=1)
     ask, there = GoingBack._ask, round_of(peers[0])
 
     async def slowly(self: GoingBack, peer: str, to_round: int) -> str:

@@ -97,9 +97,10 @@ def test_a_failure_is_told_at_once_and_the_others_go_on(tmp_path: Path) -> None:
     found = played(tmp_path, "hears", "diverges", "fills the disk", "breaks", "ends", tell=tell)
     assert found.found == {0: "heard", 4: "4 is done"}
     assert told[0] == "1: round 1: a100 has nothing to give"
-    assert told[1] == "2: state.new: No space left on device: free some space and start again"
-    assert told[2].startswith("3: Traceback")
-    assert "a bug" in told[2]
+    disk, bug = sorted(told[1:])  # two of a pair of processes end in any order
+    assert disk == "2: state.new: No space left on device: free some space and start again"
+    assert bug.startswith("3: Traceback")
+    assert "a bug" in bug
     assert [(one.index, one.exit_code) for one in found.failures] == [(1, 4), (2, 75), (3, 1)]
 
 
