@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from geomesh_p2p.core.ports import (
 )
 from geomesh_p2p.core.types import Assignment, Contribution, PeerId, Plan
 from geomesh_p2p.errors import TrainingDivergedError
+
+ROUNDS_IN_VAIN = 3  # in a row, at least, before a run is taken for diverged by its weights
 
 
 @dataclass
@@ -82,7 +84,7 @@ class LocalModel:
     lost: bool = False                           # it is not that of its round, and has to be made anew first
     ahead: Ahead | None = None                   # what the weights have that belongs to the next round
     max_skipped_steps: int = InnerSection().max_skipped_steps
-    steps_in_vain: int = 0                       # in a row, of rounds whose weights could not be sent
+    in_vain: list[int] = field(default_factory=list)  # steps of each of the last rounds whose weights could not be sent
 
 
 async def train(mesh: Mesh, model: LocalModel) -> None:
@@ -157,12 +159,13 @@ def inner_round(mesh: Closes, model: LocalModel, work: TrainRound) -> LocalRound
         encoded = codec.encode(model.layout, anchor, weights, model.codec, model.residual, round=plan.round)
         if isinstance(encoded, codec.NotFinite):
             reason = f"{encoded.tensor} is not finite after the inner steps"
-            model.steps_in_vain += result.steps
-            if model.steps_in_vain >= model.max_skipped_steps:  # each round begins at the anchor, and comes to the same end
-                raise TrainingDivergedError(model.max_skipped_steps, result.loss, result.learning_rate)
+            model.in_vain.append(result.steps)
+            # Each round begins at the anchor; one may fail by accident.
+            if len(model.in_vain) >= ROUNDS_IN_VAIN and sum(model.in_vain) >= model.max_skipped_steps:
+                raise TrainingDivergedError(sum(model.in_vain), result.loss, result.learning_rate)
         else:
             payload, hashed = encoded, digest_bytes(encoded)
-            model.steps_in_vain = 0
+            model.in_vain.clear()
             if mine.ahead:
                 sent = np.array(weights) if model.codec.residual else None
                 began = outer.expected_anchor(model.state, weights, result.tokens / plan.planned_tokens, model.outer)

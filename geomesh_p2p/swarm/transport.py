@@ -42,7 +42,7 @@ INCARNATION_BYTES = 8
 PROBE_BEFORE_RELAY_SECONDS = 1.5
 ABSENT_SECONDS = 300.0           # without streams, news or wishes: who was no member is forgotten
 YIELD_SECONDS = 3.0              # in which, of two that meet, the one with the lower id dials
-ENDING_SECONDS = 1.0         # within which the end of a stream is known after the next one has begun
+ENDING_SECONDS = 1.0             # within which the end of a stream is known after the next one has begun
 DRAIN_SECONDS = 5.0              # for what is under way, before a relayed connection is replaced
 ANSWER_PATIENCE = 8              # times the deadline of a request, for an answer that keeps coming
 NOT_RUNNING = "the libp2p daemon does not run"
@@ -423,6 +423,8 @@ class Libp2pTransport:
     def _accept_control(self, peer: PeerId, stream: FrameStream) -> None:
         before = tuple(self._incoming.get(peer, ()))
         self._accept_frames(peer, stream)
+        if stream not in self._incoming.get(peer, ()):
+            return  # over its budget
         older, self._controls[peer] = self._controls.get(peer), stream
         if older is not None and not older.lost:
             asyncio.get_running_loop().call_later(ENDING_SECONDS, self._leave_dead_connection, peer, older, before)

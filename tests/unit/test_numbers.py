@@ -127,10 +127,11 @@ def test_a_step_that_works_starts_the_count_anew(text: str) -> None:
 def test_steps_to_weights_that_cannot_be_sent_count_as_well(text: str) -> None:
     """The first gradient of each round is finite, its step goes far away, and the next round begins at the anchor again."""
     run = LocalRun(run_config(text, inner={"max_skipped_steps": 6, "learning_rate": 1e30, "clip_norm": None}), ["a"])
-    local = run.round({"a": 4})["a"]
-    assert local.result.skipped_steps == 3
-    assert "not finite after the inner steps" in local.contribution.reason
-    with pytest.raises(DataError, match="nothing finite came of 6 inner steps in a row"):
+    for _ in range(2):  # more steps than that, but one round may fail by accident
+        local = run.round({"a": 4})["a"]
+        assert local.result.skipped_steps == 3
+        assert "not finite after the inner steps" in local.contribution.reason
+    with pytest.raises(DataError, match="nothing finite came of 12 inner steps in a row"):
         run.round({"a": 4})
 
 
