@@ -23,10 +23,10 @@ setup:
 demo: setup
 	$(BIN)/geomesh mesh configs/quickstart.toml --sites peers/ --run.id demo --run.fresh
 
-#: Two at a time, those of one file by the same worker. Tests of real processes mostly wait, and each peer has a port of its own.
+#: Two at a time, those of one file by the same worker; three of real processes, which mostly wait (each peer has its own port).
 test: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/unit tests/mesh tests/contract tests/golden
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/process
+	$(BIN)/pytest -q -n 3 --dist loadfile -m "not long" tests/process
 
 #: Those that take too long for every change; then the fault tests with their faults switched off, each of which must fail.
 #: Some make networks of their own (as root).
@@ -34,13 +34,13 @@ test-all: setup
 	$(call needs,ip tc nft,iproute2 nftables)
 	@$(MAKE) --no-print-directory test
 	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/unit tests/mesh tests/contract tests/golden
-	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests/process
+	$(BIN)/pytest -q -n 3 --dist loadfile -m long tests/process
 	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults tests
 
 #: Fault tests with their faults switched off: each has to say that its fault did not take place.
 test-faultless: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults -m "fault and not long" tests/unit tests/mesh tests/contract
-	$(BIN)/pytest -q -n 2 --dist loadfile --without-faults -m "fault and not long" tests/process
+	$(BIN)/pytest -q -n 3 --dist loadfile --without-faults -m "fault and not long" tests/process
 
 lint: setup
 	$(BIN)/ruff check .

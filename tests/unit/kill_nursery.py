@@ -46,6 +46,7 @@ class SnapshotWork:
         state = LogState(b"r" * 32, round, b"d" * 32, ("a",), (), round)
         values = self.values(round)
         snapshots.write(state, values, -values, values, lambda path: Path(path).write_bytes(b"inner" * 1000) and None)
+        snapshots.delete_older(round)
 
     def look(self) -> dict[str, object]:
         snapshots = Snapshots(self.folder, self.keep)

@@ -235,6 +235,7 @@ class Writer:
         if self.last.round % 2 == 0:
             log = LogState(b"", self.last.round, self.last.digest, ("QmA",), (), 0)
             self.snapshots.write(log, self.model.anchor, self.model.momentum)
+            self.snapshots.delete_older(log.round)
             self.store.prune(min(self.snapshots.rounds()) + 1)
 
 
