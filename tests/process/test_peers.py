@@ -64,6 +64,7 @@ def run_in_parts(folder: Path, *rounds: int) -> tuple[dict[int, str], set[bytes]
     return dict(mesh.digests()), states
 
 
+@pytest.mark.long
 def test_a_run_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
     whole, whole_state = run_in_parts(tmp_path / "whole", 12)
     parts, parts_state = run_in_parts(tmp_path / "parts", 5, 12)

@@ -93,7 +93,10 @@ def test_the_founders_name_is_taken(run: Run) -> None:
 @pytest.mark.case("C001")
 @pytest.mark.parametrize(
     ("silent", "reach_seconds", "why"),
-    [(False, 1, "connection refused"), (True, 10, "no answer within 6 s, though connections are taken")],
+    [
+        (False, 1, "connection refused"),
+        pytest.param(True, 10, "no answer within 6 s, though connections are taken", marks=pytest.mark.long),
+    ],
 )
 def test_a_seed_that_does_not_answer(run: Run, silent: bool, reach_seconds: int, why: str) -> None:
     with socket.socket() as other:

@@ -27,6 +27,7 @@ sys.exit(run_mesh(run_file, load_run(run_file), load_sites(sites), {}, "console"
 
 @pytest.mark.fault
 @pytest.mark.case("C098")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_supervisor_says_who_was_killed_and_why_that_may_be(tmp_path: Path) -> None:
     mesh = Sites(tmp_path, ["a", "b", "c"], rounds=60, command=LIGHT)
