@@ -61,7 +61,7 @@ def base_image() -> None:
         (root / "usr/bin/python").symlink_to("python3")
         for mark in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
             mark.unlink()
-        # pip inside trusts what pip outside does. Links that are there lead to absolute places: a copy would write through them.
+        # pip inside trusts what pip outside does. Links that are there lead to absolute places: copies would go through them.
         shutil.rmtree(root / "etc/ssl/certs", ignore_errors=True)
         shutil.copytree("/etc/ssl/certs", root / "etc/ssl/certs", ignore_dangling_symlinks=True)
         with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
