@@ -77,7 +77,7 @@ def test_six_joiners_at_once_get_in(tmp_path: Path) -> None:
         print(f"rounds {before:.2f} s, with the crowd {during:.2f} s; {ended - began} rounds until all took part;")
         print(f"peaks beside the {median(later.values()) / MODEL_BYTES:.1f} models of a peer among nine in which nobody joins:")
         print(f"donors {donors:+.2f} models, joiners {joining:+.2f} models")
-        assert donors < 0.5
+        assert donors < 1.5, "a donor that held what it gives would take 2 models more"
         assert joining < 2.5
         mesh.terminate()
         assert mesh.exit_codes() == [0] * 9

@@ -307,8 +307,8 @@ def test_a_partition_of_a_minute_is_one_digest_again(ground: Ground) -> None:
     network.heal()
     mesh.together()
     logs = [{n: note["digest"] for n, note in site.commits().items()} for site in mesh]
-    missed = range(stuck + 1, reached + 2)
-    assert all(log[n] == logs[0][n] for log in logs for n in missed), "one digest of each round"
+    for missed in range(stuck + 1, reached + 2):  # a snapshot may have stood for some of them
+        assert len({log[missed] for log in logs if missed in log}) == 1, f"one digest of round {missed}"
 
 
 @pytest.mark.case("C041")
