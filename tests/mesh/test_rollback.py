@@ -100,7 +100,7 @@ async def test_many_rounds_may_pass_while_the_voters_are_asked(tmp_path: Path, m
     await stop(peers)
 
 
-async def test_nobody_is_told_of_a_past_that_is_being_deleted(tmp_path: Path) -> None:
+async def test_nobody_is_told_of_a_past_that_is_being_deleted() -> None:
     kept = {4}
 
     class Past:

@@ -187,7 +187,7 @@ async def test_a_peer_whose_data_stalls_says_so_sits_out_and_comes_back(
     fired(sources[0].stopped, "a read of c hung or failed")
     reached, last = max(peers[0].digests()), max(contributed(peers[0], "c"))
     await until(lambda: max(peers[0].digests()) >= reached + 3)
-    await until(lambda: any("starved" in words for words in warned(peers[2], "abstained")))  # a busy machine has other reasons
+    await until(lambda: any("starved" in said for said in warned(peers[2], "abstained")))  # a busy machine has other reasons
     assert max(contributed(peers[0], "c")) <= last + 2, "it cannot have trained"
     assert f"starved: the data source {words}" in warned(peers[2], "starved")[0]
     assert not of(peers[0], seen.PeerLost)

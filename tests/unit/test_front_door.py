@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from geomesh_p2p.peer import Peer, PeerOptions
 from geomesh_p2p.swarm.front_door import FrontDoor
 from geomesh_p2p.telemetry.sinks import ConsoleReporter
 from tests.injection.proof import fired, inject
+from tests.process.sites import until
 
 QUESTION = Fetch("dial back", 0, b"", 0, 0)
 
@@ -77,10 +77,7 @@ def test_a_peer_breaks_its_silence_from_its_start_on_even_while_its_event_loop_h
     with caplog.at_level("INFO"), ExitStack() as closing:
         before = set(threading.enumerate())
         peer._open_telemetry("me", closing)
-        deadline = time.monotonic() + 60.0
-        while len(lines()) < 2:
-            assert time.monotonic() < deadline, caplog.messages
-            time.sleep(0.01)
+        until(lambda: len(lines()) >= 2, "two status lines", 60.0)
         (console,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "console")
     console.join(60.0)
     assert not console.is_alive()

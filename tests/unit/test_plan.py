@@ -349,7 +349,7 @@ def test_steps_go_before_tokens_a_round() -> None:
 
 
 def test_a_round_is_no_longer_than_its_steps_unless_the_exchange_is_dearer_than_the_waiting() -> None:
-    """A fast site with little memory has made all its steps early: without a shorter round it waits for four fifths of it."""
+    """A fast site with little memory has made all its steps early: without a shorter round it waits for seven eighths of it."""
     sites = (profile("fast", 0.0, 0.01, 2), profile("slow", 0.0, 0.02, 32))
     section = PlannerSection(round_tokens=1_000 * SEQUENCE_LENGTH, max_steps=100)
     given = inputs(sites, links=full_links(sites, 0.0, 1e9))
@@ -360,7 +360,7 @@ def test_a_round_is_no_longer_than_its_steps_unless_the_exchange_is_dearer_than_
     assert reason(plan, "shortened to 38,400: a site that has made planner.max_steps 100 would wait")
     following = plan_round(inputs(sites, plan, links=full_links(sites, 0.0, 1e9)), section, INNER)
     assert [a.inner_steps for a in following.members] == [a.inner_steps for a in plan.members]
-    # 10 s of exchange a round: better to wait than to pay it after each 2 s of training.
+    # 15 s of exchange a round: better to wait than to pay it after each 2 s of training.
     dear = plan_round(inputs(sites, links=full_links(sites, 10.0, 1e9), min_members=2), section, INNER)
     assert dear.planned_tokens >= 900 * SEQUENCE_LENGTH
     assert reason(dear, "planner.max_steps 100 is one")
