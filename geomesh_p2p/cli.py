@@ -16,6 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -426,7 +427,7 @@ def _parser() -> _Parser:
     benchmark.add_argument("--choice", type=_none_or_more, metavar="N", help=about_choice)
     about_engine = "virtual: real gradients, simulated clock (default); real: processes and sockets, emulated devices and links"
     benchmark.add_argument("--engine", choices=("virtual", "real"), help=about_engine)
-    benchmark.add_argument("--processes", type=_none_or_more, metavar="N", help="trainings at a time (default: one a core)")
+    benchmark.add_argument("--processes", type=_count, metavar="N", help="trainings at a time (default: one a core)")
     benchmark.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench")
     about_store = "where what is trained is kept, for several comparisons (default: DIR/trajectories)"
     benchmark.add_argument("--store", type=Path, metavar="FOLDER", help=about_store)
@@ -493,9 +494,14 @@ def _add_call(verb: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
-    return int(text)
+    """300000000, 300_000_000 or 3e8."""
+    try:
+        value = Decimal(text)
+        if 1 <= value < 10**18 and value % 1 == 0:
+            return int(value)
+    except InvalidOperation:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
 
 
 def _none_or_more(text: str) -> int:

@@ -12,6 +12,7 @@ from geomesh_p2p.core.types import Plan, Range
 from geomesh_p2p.core.windows import Limits, knee
 
 LOST = "was lost to the attempt before"
+MORE_STEPS = "raise it, or lower planner.round_tokens"
 
 Kept = Literal["nothing", "batch", "steps"]
 
@@ -49,12 +50,16 @@ def _steps(times: StepTimes, work: Work, schedule: Schedule, limits: Limits, kep
     if idle > 2 * IDLE_AIM:
         at_most = work.steps == schedule.high
         limit = (
-            f"planner.max_steps {limits.max_steps:,}: raise it, or lower planner.round_tokens"
+            f"{_most_steps(limits)}: {MORE_STEPS}"
             if schedule.high == limits.max_steps
             else f"{limits.steps_ratio:g} x the fewest, planner.max_steps_ratio"
         )
         text += f"; idle {idle:.1%}" + (f": {work.steps} steps are the most allowed ({limit})" if at_most else ": rounding")
     return text
+
+
+def _most_steps(limits: Limits) -> str:
+    return f"planner.max_steps {limits.max_steps:,}"
 
 
 def configured(settings: PlannerSection) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ def whole_round(
             above = f"above planner.round_tokens {settings.round_tokens:,}"
             aim = f"{round_tokens:,} tokens, {above} because the exchange takes long"
         elif not limits.exact and round_tokens < settings.round_tokens:
-            aim += f", shortened to {round_tokens:,}: a site that has made planner.max_steps {limits.max_steps:,} would wait"
+            aim += f", shortened to {round_tokens:,}: a site that has made {_most_steps(limits)} would wait"
         found = [f"{training} at the speed of {len(schedule.members)} sites; the aim is {aim}"]
         if tokens > wanted:
             found.append(f"{tokens:,} tokens are more than {aim}: each site makes at least {limits.min_steps} steps")
@@ -119,7 +124,7 @@ def whole_round(
         if schedule.idle > IDLE_AIM:
             idle += f", above the {IDLE_AIM:.1%} aimed at: limits and whole sequences leave no better fit"
             if schedule.high == limits.max_steps and any(work.steps == schedule.high for work in schedule.works):
-                idle += f" (planner.max_steps {limits.max_steps:,} is one: raise it, or lower planner.round_tokens)"
+                idle += f" ({_most_steps(limits)} is one: {MORE_STEPS})"
         found.append(idle)
     text = f"{exchange.topology}, {exchange.seconds:.4g} s from the last finish to the commit"
     if exchange.other_seconds is not None:

@@ -263,13 +263,22 @@ def test_without_its_tokenizer_the_way_around_it_is_said(tmp_path: Path) -> None
         (("--what-if", "paper", "--sites", "peers"), "give either --sites"),
         (("--sites", "peers", "--tokens", "5"), "--tokens 5: goes with --what-if SETTING only"),
         (("--what-if", "papper"), "no setting 'papper' (did you mean paper?)"),
-        (("--what-if", "paper", "--parameters", "0"), "'0': give a whole number from 1 on"),
+        *(
+            (("--what-if", "paper", "--parameters", count), f"'{count}': give a whole number from 1 on")
+            for count in ("0", "1.5", "1e-3", "-3", "inf", "nan", "many")
+        ),
         (("--what-if", "paper", "--egress-usd-per-gb", "-1"), "give US dollars for 1e9 bytes"),
     ],
 )
 def test_what_cannot_be_answered(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(RUN_FILE), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["300000000", "300_000_000", "3e8", "0.3e9"])
+def test_parameters_are_written_as_one_likes(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(RUN_FILE), "--what-if", "paper", "--parameters", count, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 300_000_000
 
 
 def test_nothing_that_trains_is_loaded() -> None:

@@ -184,12 +184,14 @@ def test_the_process_ends_with_its_verb_and_whatever_the_interpreter_would_wait_
         assert bool(done.stderr) == bool(exit_code)
 
 
-@pytest.mark.parametrize("words", [("--choice", "-4"), ("--processes", "-3"), ("--choice", "x")])
-def test_a_benchmark_counts_from_nothing_on(
-    words: tuple[str, str], run_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flag", "value", "least"), [("--choice", "-4", 0), ("--choice", "x", 0), ("--processes", "-3", 1), ("--processes", "0", 1)]
+)
+def test_a_benchmark_counts_items_from_0_and_processes_from_1(
+    flag: str, value: str, least: int, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", str(run_file), *words]) == 2
-    assert f"{words[0]}: '{words[1]}': give a whole number from 0 on" in capsys.readouterr().err
+    assert cli.main(["bench", str(run_file), flag, value]) == 2
+    assert f"{flag}: '{value}': give a whole number from {least} on" in capsys.readouterr().err
 
 
 def test_what_ended_by_a_signal_has_the_code_of_that_signal(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
