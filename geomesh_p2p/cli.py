@@ -420,7 +420,7 @@ def _parser() -> _Parser:
     benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME",
                            help="or all; default: diloco and what is added")
     benchmark.add_argument("--seeds", nargs="+", type=int, action="extend", metavar="N", help="default: 1")
-    benchmark.add_argument("--tokens", type=int, metavar="N", help="of each training")
+    benchmark.add_argument("--tokens", type=_count, metavar="N", help="of each training")
     about_vary = "section.key=value,value,...: each method with each of them"
     benchmark.add_argument("--vary", nargs="+", action="extend", metavar="KEY=VALUES", help=about_vary)
     about_choice = "also ask each model N items of continuation choice on held-out text"

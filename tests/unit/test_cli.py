@@ -194,6 +194,11 @@ def test_a_benchmark_counts_items_from_0_and_processes_from_1(
     assert f"{flag}: '{value}': give a whole number from {least} on" in capsys.readouterr().err
 
 
+def test_a_benchmark_takes_tokens_as_one_likes(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", str(run_file), "--tokens", "5e2"]) == 2
+    assert "--tokens 500: less than one round of the setting" in capsys.readouterr().err
+
+
 def test_what_ended_by_a_signal_has_the_code_of_that_signal(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stopped, code in ((KeyboardInterrupt(), 130), (Interrupted(signal.SIGINT), 130), (Interrupted(signal.SIGTERM), 143)):
 
