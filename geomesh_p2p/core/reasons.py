@@ -27,14 +27,16 @@ def _batch(times: StepTimes, work: Work, schedule: Schedule, limits: Limits, kep
     text = f"batch {work.batch} ({work.batch / times.seconds[work.batch]:.4g} sequences/s): "
     if kept != "nothing":
         return text + "as in the last round, no other is worth a change"
+    smallest = f"{best}, the smallest with about the best rate"
     if work.batch < min(best - 1, best * 0.8):
-        return text + f"below the {best} of its best rate, to make at least {schedule.low} steps in the time"
+        ratio = f" (the most make up to {schedule.high}: planner.max_steps_ratio)" if schedule.low > limits.min_steps else ""
+        return text + f"below {smallest}, to make at least {schedule.low} steps in the time{ratio}"
     if work.batch > max(best + 1, best * 1.25):
         limit = ", as many as fit in memory" if work.batch == times.max_batch else ""
-        return text + f"above the {best} of its best rate, so that {schedule.high} steps fill the time{limit}"
+        return text + f"above {smallest}, so that at most {schedule.high} steps fill the time{limit}"
     if work.batch == times.max_batch:
         return text + "as many as fit in memory"
-    return text + f"near {best}, the smallest with about the best rate ({times.max_batch} fit)"
+    return text + f"near {smallest} ({times.max_batch} fit)"
 
 
 def _steps(times: StepTimes, work: Work, schedule: Schedule, limits: Limits, kept: Kept) -> str:
@@ -106,7 +108,7 @@ def whole_round(
     `round_tokens`: the aim, which may be above the configured one."""
     tokens, wanted = schedule.sequences * sequence_length, limits.sequences * sequence_length
     training = f"{schedule.seconds:.4g} s of training: {tokens:,} tokens"
-    idle = f"predicted straggler idle {schedule.idle:.2%}"
+    idle = f"predicted straggler idle {schedule.idle:.2%} of training"
     if settings.mode != "planned":
         found = [f"{training} as configured", idle]
     else:
@@ -141,10 +143,8 @@ def whole_round(
         subject = "what is left of the exchange"
     if share > settings.exchange_share and settings.mode == "planned":
         needed = limits.training_for(exchange.seconds, max(settings.exchange_share, 1e-3)) / schedule.seconds * tokens
-        found.append(
-            f"{subject} takes {share:.1%} of the round, above planner.exchange_share {settings.exchange_share:.1%}: "
-            f"rounds of about {_round_up(needed):,} tokens would meet it (planner.max_round_tokens lets them be so long)"
-        )
+        text = f"{subject} takes {share:.1%} of the round, above planner.exchange_share {settings.exchange_share:.1%}: "
+        found.append(f"{text}rounds of about {_round_up(needed):,} tokens would meet it{_growth(settings, needed)}")
     else:
         found.append(f"{subject} takes {share:.1%} of the round")
     if slowest:
@@ -152,6 +152,13 @@ def whole_round(
     if guessed_links:
         found.append(f"{guessed_links} links are not measured yet: taken as their opposite direction, else as the median link")
     return tuple(found)
+
+
+def _growth(settings: PlannerSection, needed: float) -> str:
+    most = settings.max_round_tokens
+    if most is None:
+        return " (rounds grow up to planner.max_round_tokens alone)"
+    return f", more than planner.max_round_tokens {most:,}" if most < needed else ""
 
 
 def _round_up(tokens: float) -> int:

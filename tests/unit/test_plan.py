@@ -369,9 +369,24 @@ def test_a_round_is_no_longer_than_its_steps_unless_the_exchange_is_dearer_than_
     assert last.planned_tokens == 900 * SEQUENCE_LENGTH
 
 
+def test_a_batch_away_from_the_best_rate_says_which_steps_it_is_for() -> None:
+    """The bound on steps, and where it comes from: not the steps that are planned, nor planner.min_steps."""
+    sites = (profile("fast", 0.005, 0.01, 8), profile("slow", 0.04, 0.08, 16))
+    section = PlannerSection(round_tokens=512 * SEQUENCE_LENGTH, min_steps=4)
+    plan = plan_round(inputs(sites, min_members=2), section, INNER)
+    fast, slow = plan.members
+    smallest = "the smallest with about the best rate"
+    assert fast.inner_steps < 60
+    assert f"above 6, {smallest}, so that at most 60 steps fill the time" in fast.reasons[0]
+    assert slow.inner_steps > 15
+    least = "to make at least 15 steps in the time (the most make up to 60: planner.max_steps_ratio)"
+    assert f"below 8, {smallest}, {least}" in slow.reasons[0]
+
+
 def test_a_dear_exchange_is_named_with_the_round_that_would_pay_it() -> None:
     plan = plan_round(inputs(paper(), links=full_links(paper(), 0.2, 2e5)), PlannerSection(), INNER)
     (text,) = [reason for reason in plan.reasons if "exchange_share" in reason]
+    assert text.endswith("(rounds grow up to planner.max_round_tokens alone)")
     tokens = int(text.split("rounds of about ")[1].split(" tokens")[0].replace(",", ""))
     longer = plan_round(inputs(paper(), links=full_links(paper(), 0.2, 2e5)), PlannerSection(round_tokens=tokens), INNER)
     assert longer.exchange_seconds / (longer.exchange_seconds + longer.train_seconds) == pytest.approx(0.05, rel=0.05)
@@ -391,7 +406,7 @@ def test_a_round_is_made_longer_until_its_exchange_is_cheap_as_far_as_it_may_be(
     assert again.planned_tokens == plan.planned_tokens
     capped = plan_round(inputs(paper(), links=dear), PlannerSection(max_round_tokens=100_000), INNER)
     assert 90_000 < capped.planned_tokens <= 100_000
-    assert reason(capped, "planner.max_round_tokens")
+    assert reason(capped, "would meet it, more than planner.max_round_tokens 100,000")
     cheap = inputs(paper(), links=full_links(paper(), 0.0, 1e12))
     assert plan_round(cheap, allowed, INNER) == plan_round(cheap, PlannerSection(), INNER)
 
