@@ -118,7 +118,8 @@ def whole_round(
             aim = f"{round_tokens:,} tokens, {above} because the exchange takes long"
         elif not limits.exact and round_tokens < settings.round_tokens:
             aim += f", shortened to {round_tokens:,}: a site that has made {_most_steps(limits)} would wait"
-        found = [f"{training} at the speed of {len(schedule.members)} sites; the aim is {aim}"]
+        count = len(schedule.members)
+        found = [f"{training} at the speed of {count} site{'s' if count > 1 else ''}; the aim is {aim}"]
         if tokens > wanted:
             found.append(f"{tokens:,} tokens are more than {aim}: each site makes at least {limits.min_steps} steps")
         elif schedule.sequences < (1 - TOKEN_SLACKS[-1]) * limits.sequences:

@@ -383,6 +383,11 @@ def test_a_batch_away_from_the_best_rate_says_which_steps_it_is_for() -> None:
     assert f"below 8, {smallest}, {least}" in slow.reasons[0]
 
 
+def test_a_round_of_one_site_and_of_several_is_said_as_it_is() -> None:
+    assert reason(plan_round(inputs((profile("only", 0.0, 0.01, 8),)), PlannerSection(), INNER), "at the speed of 1 site;")
+    assert reason(plan_round(inputs(paper()), PlannerSection(), INNER), "at the speed of 4 sites;")
+
+
 def test_a_dear_exchange_is_named_with_the_round_that_would_pay_it() -> None:
     plan = plan_round(inputs(paper(), links=full_links(paper(), 0.2, 2e5)), PlannerSection(), INNER)
     (text,) = [reason for reason in plan.reasons if "exchange_share" in reason]
