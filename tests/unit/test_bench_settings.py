@@ -44,6 +44,7 @@ def test_a_shipped_setting_makes_sense(name: str) -> None:
     # As fast there as back; the published round trips differ by direction.
     assert np.abs(apart(rates) / apart(rates.T) - 1).max() <= 0.15
     assert apart(np.abs(rtts - rtts.T)).max() <= 0.01
+    assert setting.notes() == [], "nothing is left to a default"
     assert setting.reference_round_sequences % len(setting.sites) == 0
     assert setting.reference_batch <= min(site.max_batch for site in setting.sites)
     if setting.links.rtt_ms_file:
@@ -124,7 +125,7 @@ def test_settings_and_their_tables_are_in_the_wheel(monkeypatch: pytest.MonkeyPa
 
 # ---------------------------------------------------------------- reading one of your own
 
-SITE = 'device = "d"\nfixed_seconds = 0.0\nsequence_seconds = 0.1\nmax_batch = 4\n'
+SITE = 'device = "d"\nfixed_seconds = 0.0\nsequence_seconds = 0.1\nmax_batch = 8\n'
 
 
 def own(folder: Path, sites: dict[str, str], links: str) -> Setting:
@@ -194,6 +195,34 @@ def test_a_pair_that_was_forgotten_is_named(tmp_path: Path) -> None:
         _ = setting(sites=sites, links={"pairs": pairs}).rtts
     for_all_others = setting(sites=sites, links={"pairs": pairs, "most_mbps": 100})
     assert for_all_others.rates[1, 2] == 100e6 / 8
+
+
+ONE_REGION = {"a": "x", "b": "x", "c": "x", "d": "y"}
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ("most_mbps = 100", "no rate is written for a and b in x (nor for 2 more such pairs)"),
+        ('pairs = [{ between = ["a", "x"], mbps = 15 }]\nmost_mbps = 100', "no rate is written for b and c in x: 10000 Mbit/s"),
+        ('pairs = [{ between = ["x", "x"], rtt_ms = 30 }]\nmost_mbps = 100', "no rate is written for a and b in x (nor for 2"),
+    ],
+)
+def test_sites_of_one_region_without_a_rate_are_named(links: str, said: str, tmp_path: Path) -> None:
+    (note,) = own(tmp_path, ONE_REGION, links).notes()
+    assert said in note
+    assert "links.same_region_mbps" in note
+
+
+@pytest.mark.parametrize("links", ["same_region_mbps = 10000", 'pairs = [{ between = ["x", "x"], mbps = 3 }]\nmost_mbps = 100'])
+def test_a_rate_inside_a_region_that_is_written_needs_no_note(links: str, tmp_path: Path) -> None:
+    assert own(tmp_path, ONE_REGION, links).notes() == []
+
+
+def test_a_reference_batch_that_a_site_cannot_take_is_said() -> None:
+    sites = [place("far", 0.4, max_batch=2), place("near", 0.1, max_batch=3), place("old", 0.1, max_batch=2)]
+    (note,) = setting(sites=sites, links={"most_mbps": 100}).notes()
+    assert note.startswith("reference_batch = 4 is more than max_batch = 2 of far: where all have the same batch, it is 2")
 
 
 def test_a_region_may_have_links_of_its_own(tmp_path: Path) -> None:

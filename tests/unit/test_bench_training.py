@@ -357,6 +357,16 @@ def test_the_report_is_of_the_methods_that_did_not_fail(
     assert report["failed"] == [{"method": "ddp", "seed": 1, "exit_code": 4, "error": "round 1: diverged"}]
 
 
+def test_what_the_setting_leaves_to_a_default_is_said_before_training(
+    tmp_path: Path, request_here: Request, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sites = [place("far", 0.4, max_batch=2), place("near", 0.1)]
+    monkeypatch.setattr(command, "load_setting", lambda _name: setting(sites=sites))
+    with pytest.raises(ConfigError, match="continuation choice"):
+        bench(run_config(tmp_path), replace(request_here, choice=10**7))
+    assert "geomesh: note: reference_batch = 4 is more than max_batch = 2 of far" in capsys.readouterr().err
+
+
 def test_without_the_reference_there_is_no_report(
     tmp_path: Path, request_here: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:

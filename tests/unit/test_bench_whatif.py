@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,14 @@ max_batch = 8
 """
 
 
-def of_two(folder: Path, mbps: float, min_peers: int = 1) -> tuple[dict[str, Any], str]:
+def of_two(
+    folder: Path, mbps: float, min_peers: int = 1, changes: Sequence[tuple[str, str]] = ()
+) -> tuple[dict[str, Any], str]:
+    text = TWO_SITES.format(mbps=mbps)
+    for old, new in changes:
+        text = text.replace(old, new)
     path = folder / "two.toml"
-    path.write_text(TWO_SITES.format(mbps=mbps))
+    path.write_text(text)
     run = RUN.model_copy(update={"run": RUN.run.model_copy(update={"min_peers": min_peers})})
     question = Question(str(path), tokens=1_000_000, parameters=1_000_000)
     return json.loads(answer(run, question, as_json=True)), answer(run, question)
@@ -247,6 +253,16 @@ def test_whom_min_peers_keeps_is_said_and_who_follows_has_a_row(tmp_path: Path) 
     assert gain > 0.1
     assert f"note: run.min_peers = 2 keeps far in the round: a token would cost {gain:.1%} less without it" in text
     assert "min_peers" not in of_two(tmp_path, mbps=1000, min_peers=2)[1]
+
+
+def test_what_the_setting_leaves_to_a_default_is_said(tmp_path: Path) -> None:
+    found, text = of_two(tmp_path, mbps=100, changes=[("name =", 'region = "eu"\nname ='), ("links", "# links")])
+    assert found["notes"][0].startswith("no rate is written for far and near in eu: 10000 Mbit/s")
+    assert f"note: {found['notes'][0]}" in text
+    found, text = of_two(tmp_path, mbps=100, changes=[("max_batch = 8", "max_batch = 2")])
+    assert found["notes"][0].startswith("reference_batch = 8 is more than max_batch = 2 of far")
+    assert {member["batch"] for member in found["uniform_fp32"]["members"]} == {2}
+    assert f"note: {found['notes'][0]}" in text
 
 
 def test_without_its_tokenizer_the_way_around_it_is_said(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     store = request.store or request.out / "trajectories"
     _check_folder("--out", request.out)
     _check_folder("--store", store)
+    for note in setting.notes():
+        to_stderr(f"note: {note}")
     failed: list[Failed] = []
     if request.engine == "real":
         scale = real.time_scale(base, setting, request.out / "real")

@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Callable
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -142,6 +143,31 @@ class Setting(Section):
             raise ValueError(f"links.pairs have {twice[0][0]!r} and {twice[0][1]!r} twice: a pair is both directions")
         return self
 
+    def notes(self) -> list[str]:
+        """What a reader of its figures has to know, and who wrote it may have overlooked."""
+        return self._assumed_rates() + self._lowered_batch()
+
+    def _assumed_rates(self) -> list[str]:
+        """Nobody chose the rate of a way that same_region_mbps is for, where that is not written."""
+        if "same_region_mbps" in self.links.model_fields_set:
+            return []
+        assumed = [(a, b) for a, b in combinations(self.sites, 2) if _in_one_region(a, b) and not self._has_rate(a, b)]
+        if not assumed:
+            return []
+        a, b = assumed[0]
+        more = f" (nor for {len(assumed) - 1} more such pairs)" if len(assumed) > 1 else ""
+        rate = f"{self.links.same_region_mbps:g} Mbit/s is assumed, as in one data centre, and no delay unless a pair has one"
+        remedy = "write the pair in links.pairs, or links.same_region_mbps"
+        return [f"no rate is written for {a.name} and {b.name} in {a.region}{more}: {rate}; {remedy}"]
+
+    def _lowered_batch(self) -> list[str]:
+        least = min(self.sites, key=lambda site: site.max_batch)
+        if least.max_batch >= self.reference_batch:
+            return []
+        limit = f"max_batch = {least.max_batch} of {least.name}"
+        taken = f"where all have the same batch, it is {least.max_batch}"
+        return [f"reference_batch = {self.reference_batch} is more than {limit}: {taken}"]
+
     def best_speed(self, site: str) -> float:
         """The highest that the changes leave a site at any time of a run, in terms of its own."""
         mine = [change for change in self.changes if change.site == site]
@@ -194,10 +220,14 @@ class Setting(Section):
                 return pair
         return None
 
+    def _has_rate(self, a: Place, b: Place) -> bool:
+        pair = self._pair(a, b)
+        return pair is not None and pair.mbps is not None
+
     def _rtt_ms(self, a: Place, b: Place) -> float:
         if (pair := self._pair(a, b)) is not None:
             return pair.rtt_ms
-        if a.region == b.region and a.region:
+        if _in_one_region(a, b):
             return 0.0
         if not self.links.rtt_ms_file:
             if self.links.pairs and "most_mbps" not in self.links.model_fields_set:
@@ -215,7 +245,7 @@ class Setting(Section):
         pair = self._pair(a, b)
         if pair is not None and pair.mbps is not None:
             return pair.mbps
-        if a.region == b.region and a.region:
+        if _in_one_region(a, b):
             return self.links.same_region_mbps
         rtt, per_trip = self._rtt_ms(a, b) / 1000, self.links.mbit_per_round_trip
         return self.links.most_mbps if per_trip is None or rtt == 0 else min(self.links.most_mbps, per_trip / rtt)
@@ -235,6 +265,10 @@ class Setting(Section):
         except (OSError, ValueError, IndexError) as error:
             wanted = "a header row, then a row per region"
             raise ConfigError(f"{path}: not a matrix of round trips in ms ({error}): {wanted}") from None
+
+
+def _in_one_region(a: Place, b: Place) -> bool:
+    return a.region == b.region != ""
 
 
 def _milliseconds(text: str) -> float:

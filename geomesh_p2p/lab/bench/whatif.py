@@ -91,7 +91,11 @@ def _told(run: RunConfig, layout: Layout, world: World, tokens: int, question: Q
         "tokens_per_second_ratio": figures["tokens_per_second"] / beside["tokens_per_second"],
         "fastest_alone": alone,
         "warnings": _slower_than_one(alone, {"this run": figures, "uniform, fp32": beside}),
-        "notes": _kept(run, volume_of(layout, run), world, plan, figures) + _notes(run, world, plan, figures, question),
+        "notes": [
+            *world.setting.notes(),
+            *_kept(run, volume_of(layout, run), world, plan, figures),
+            *_notes(run, world, plan, figures, question),
+        ],
     }
     return json.dumps(found, indent=2) if as_json else _text(plan, found)
 
