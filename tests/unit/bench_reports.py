@@ -17,9 +17,11 @@ BUDGET = 12 * 16 * SEQUENCE_LENGTH
 DIGEST = "d" * 64
 
 
-def outcomes(folder: Path, ends_at: Mapping[str, float], seeds: Sequence[int], where: Setting) -> list[Outcome]:
+def outcomes(
+    folder: Path, ends_at: Mapping[str, float], seeds: Sequence[int], where: Setting, budget: int = BUDGET
+) -> list[Outcome]:
     """`ends_at`: the last perplexity of each method; a seed is worse than the one before it by a thousandth."""
-    queue = jobs(run_config(folder), where, [METHODS[name] for name in ends_at], seeds, BUDGET)
+    queue = jobs(run_config(folder), where, [METHODS[name] for name in ends_at], seeds, budget)
     found = []
     for job in queue:
         stages, tokens = list(job.stages()), 0
@@ -41,8 +43,9 @@ def report(
     seeds: Sequence[int] = (1, 2, 3),
     where: Setting | None = None,
     target: float = 12.0,
+    budget: int = BUDGET,
 ) -> dict[str, Any]:
     where = where or setting()
-    about = {"run_id": "bench", "parameters": 1000, "budget_tokens": BUDGET, "reference_round_tokens": 16 * SEQUENCE_LENGTH,
+    about = {"run_id": "bench", "parameters": 1000, "budget_tokens": budget, "reference_round_tokens": 16 * SEQUENCE_LENGTH,
              "rate_scale": 0.5, "stands_for_parameters": 2000.0}  # fmt: skip
-    return summary(where, seeds, dict.fromkeys(seeds, target), outcomes(folder, ends_at, seeds, where), about)
+    return summary(where, seeds, dict.fromkeys(seeds, target), outcomes(folder, ends_at, seeds, where, budget), about)

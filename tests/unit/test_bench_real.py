@@ -106,7 +106,11 @@ def test_the_plans_that_a_mesh_made_are_told_again_in_virtual_time(method: str, 
     for one, told in zip(rounds, again, strict=True):
         assert (told.begins, told.ends) == pytest.approx((one.begins, one.ends))
         assert [part.ahead_steps for part in told.parts] == [part.ahead_steps for part in one.parts]
-    figures = came_to(tmp_path, again, method).figures
+    outcome = came_to(tmp_path, again, method)
+    for peer in outcome.account.peers:
+        usual = (peer["usual_batch"], peer["usual_steps"])
+        assert usual in [(m.batch, one.steps(m.site)) for one in rounds for m in one.plan.members if m.site == peer["site"]]
+    figures = outcome.figures
     for name in ("round_seconds", "straggler_idle_share", "wan_idle_share"):
         assert figures[f"replayed_{name}_steady"] == pytest.approx(figures[f"virtual_{name}_steady"])
 

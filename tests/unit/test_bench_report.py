@@ -25,7 +25,7 @@ from geomesh_p2p.lab.bench.methods import METHODS as METHOD_OF
 from geomesh_p2p.lab.bench.methods import with_default_outer
 from geomesh_p2p.lab.bench.report import figures
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
-from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table
+from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table, work_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.results import _spread
 from geomesh_p2p.lab.bench.runner import varied
@@ -336,6 +336,32 @@ def test_the_limit_to_the_target_is_that_of_its_tokens(whole: dict[str, Any]) ->
         share = method["tokens_to_target"] / method["tokens"]
         assert method["limit_to_target_seconds"] == pytest.approx(share * method["limit_seconds"])
         assert method["limit_to_target_seconds"] <= method["time_to_target_seconds"]
+
+
+def test_site_by_site_stands_what_a_site_did_in_most_rounds_and_not_in_a_shorter_last_one(tmp_path: Path) -> None:
+    """A dozen rounds and a half: in the last one each site has half of the steps."""
+    found = report(tmp_path, {"diloco": 10.0, "geomesh": 10.0}, (1,), budget=BUDGET + BUDGET // 24)
+    (far, _) = found["methods"]["diloco"]["peers"]
+    assert (far["batch"], far["inner_steps"]) == (4, 1)
+    assert (far["usual_batch"], far["usual_steps"]) == (4, 2)
+    assert work_table(found).rows[0][:5] == ("diloco", "far", "13", "4", "2")
+    assert "batch and steps are those of a site's median round, by sequences" in pages(found)[MARKDOWN]
+    for peer in found["methods"]["diloco"]["peers"]:
+        del peer["usual_batch"], peer["usual_steps"]
+    assert work_table(found).rows[0][3:5] == ("-", "-"), "an older report has the last round's alone"
+
+
+def test_of_async_it_is_said_how_often_a_site_sent(tmp_path: Path) -> None:
+    found = report(tmp_path, {"async": 10.0, "diloco": 10.0}, (1,))
+    peers = found["methods"]["async"]["peers"]
+    assert [peer["rounds"] for peer in peers] == [12, 12], "validations in between"
+    for peer in peers:
+        done = peer["tokens"] // (2 * 4 * SEQUENCE_LENGTH)
+        assert peer["times_sent"] in (done, done - 1), "after two steps of four sequences, unless the last time is not answered"
+    far, near = (peer["times_sent"] for peer in peers)
+    assert near < 12 < far, "one waits for its link, to the other, which is the server"
+    assert [row[2] for row in work_table(found).rows] == [str(far), str(near), "12", "12"]
+    assert "async has no rounds: in their place stands how often a site sent" in pages(found)[MARKDOWN]
 
 
 def test_rounds_of_a_change_count_from_its_third_on(tmp_path: Path) -> None:

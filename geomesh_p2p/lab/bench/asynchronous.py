@@ -55,6 +55,7 @@ class _Site:
     compute: float = 0.0
     wan_idle: float = 0.0
     sent: float = 0.0
+    deltas: int = 0
     tokens: int = 0
 
 
@@ -126,6 +127,7 @@ class _Race:
         self._happened("send", site, site.steps)
         site.flying = True
         site.steps = 0
+        site.deltas += 1
         self.at(self.now + self._transfer(site.index, self.server), "apply", site)
 
     def _transfer(self, source: int, target: int) -> float:
@@ -162,9 +164,9 @@ class _Race:
             if site.waits_since is not None:
                 site.waits_since = self.now
             name, waited = self.world.setting.names[site.index], site.wan_idle + waiting
-            parts.append(Part(name, 0, site.tokens, site.compute, 0.0, waited, 0.0, site.sent, 0.0))
+            parts.append(Part(name, 0, site.tokens, site.compute, 0.0, waited, 0.0, site.sent, 0.0, deltas=site.deltas))
             site.compute = site.wan_idle = site.sent = 0.0
-            site.tokens = 0
+            site.tokens = site.deltas = 0
         # What is credited is what was applied, whatever is still on its way.
         self.stages.append(Stage(len(self.stages) + 1, self.stage_begins, self.now, tuple(parts), self.applied - self.staged))
         self.events.append(Event("apply", "", self.now, tokens=self.applied))

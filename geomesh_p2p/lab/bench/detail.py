@@ -13,6 +13,7 @@ from typing import Any
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.core.reasons import explain
+from geomesh_p2p.core.types import Assignment
 from geomesh_p2p.lab.bench.settings import Array, Setting
 from geomesh_p2p.lab.bench.timeline import Part, Round, Stage
 from geomesh_p2p.lab.report import FP32_BYTES
@@ -83,7 +84,7 @@ def peers_of(stages: Sequence[Stage], sites: Sequence[str]) -> tuple[Figures, ..
 
 def _peer(site: str, stages: Sequence[Stage]) -> Figures:
     parts = [part for stage in stages for part in stage.parts if part.site == site and part.seconds > 0]
-    work = [member for stage in stages if isinstance(stage, Round) for member in stage.plan.members if member.site == site]
+    work, sent = _work(site, stages), [part.deltas for part in parts if part.deltas is not None]
     seconds = {name: sum(getattr(part, name) for part in parts) for name in ("compute", "straggler_idle", "wan_idle", "codec")}
     whole = sum(seconds.values())
     return {
@@ -91,8 +92,10 @@ def _peer(site: str, stages: Sequence[Stage]) -> Figures:
         "peer_id": None,
         "rounds": len(parts),
         "digest": None,
-        "batch": work[-1].batch if work else None,
-        "inner_steps": work[-1].inner_steps if work else None,
+        "times_sent": sum(sent) if sent else None,
+        "batch": work[-1][0].batch if work else None,
+        "inner_steps": work[-1][0].inner_steps if work else None,
+        **usual_work(site, stages),
         "tokens": sum(part.tokens for part in parts),
         "compute_seconds": seconds["compute"],
         "data_wait_seconds": None,
@@ -106,6 +109,19 @@ def _peer(site: str, stages: Sequence[Stage]) -> Figures:
         "bytes_received": None,
         "restarts": None,
     }
+
+
+def usual_work(site: str, stages: Sequence[Stage]) -> Figures:
+    """What a site did in the round that is its median by sequences: the last one is often shorter."""
+    done = sorted(((member.batch, steps) for member, steps in _work(site, stages)), key=math.prod)
+    batch, steps = done[len(done) // 2] if done else (None, None)
+    return {"usual_batch": batch, "usual_steps": steps}
+
+
+def _work(site: str, stages: Sequence[Stage]) -> list[tuple[Assignment, int]]:
+    """What was planned for a site, and the steps that it did, round by round."""
+    rounds = [stage for stage in stages if isinstance(stage, Round)]
+    return [(member, one.steps(site)) for one in rounds for member in one.plan.members if member.site == site]
 
 
 def reasons_of(stages: Sequence[Stage]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 from geomesh_p2p.config import EmulationSection, RunConfig, SiteConfig, SiteSection
 from geomesh_p2p.core.emulation import time_scale_for
 from geomesh_p2p.errors import ConfigError, TemporaryError
-from geomesh_p2p.lab.bench.detail import constants_of, reasons_of
+from geomesh_p2p.lab.bench.detail import constants_of, reasons_of, usual_work
 from geomesh_p2p.lab.bench.replay import replayed
 from geomesh_p2p.lab.bench.results import Account, Curve, Outcome, fastest_site, limit_seconds
 from geomesh_p2p.lab.bench.runner import Job, Tell
@@ -179,7 +179,9 @@ class _Reported:
         return tuple(Part(site, 0, 0, end, last - end, exchange, 0.0, 0.0, 0.0) for site, end in sorted(done.items()))
 
 
-def _account(virtual: Sequence[Stage], run: RunConfig, report: Mapping[str, Any], scale: float) -> Account:
+def _account(
+    virtual: Sequence[Stage], again: Sequence[Stage], run: RunConfig, report: Mapping[str, Any], scale: float
+) -> Account:
     """In the setting's time, as the figures are."""
     rounds = tuple(
         {
@@ -200,6 +202,7 @@ def _account(virtual: Sequence[Stage], run: RunConfig, report: Mapping[str, Any]
     )
     peers = tuple(
         {key: _divided(value, scale) if key.endswith("_seconds") else value for key, value in peer.items()}
+        | usual_work(peer["site"], again)
         for peer in report["peers"]
     )
     return Account(report["digest"], rounds, peers, reasons_of(virtual), constants_of(run))
@@ -237,7 +240,7 @@ def _outcome(job: Job, report: Mapping[str, Any], scale: float, again: Sequence[
     figures["round_seconds_steady"] = _steady_seconds(stages)
     virtual = job.stages()
     figures |= _beside("virtual", job, virtual) | (_beside("replayed", job, again) if again else {})
-    account = _account(virtual, job.run, report, scale)
+    account = _account(virtual, again, job.run, report, scale)
     return Outcome(job.method.name, job.seed, "real", curve, tuple(stages), figures, "", account=account)
 
 

@@ -36,7 +36,7 @@ ALL = "all"
 class Part:
     """One site's part of a round, and where its time went (seconds that add up to the round's). `steps` were done, which may
     be fewer than planned; zero: it did not take part. `ahead_steps` of the next round were done, the last perhaps in part, when
-    the update came."""
+    the update came. `deltas` were sent where there are no rounds; None: a part of a round."""
 
     site: str
     steps: int
@@ -48,6 +48,7 @@ class Part:
     sent_bytes: float
     planned_finish: float
     ahead_steps: int = 0
+    deltas: int | None = None
 
     @property
     def seconds(self) -> float:

@@ -18,6 +18,7 @@ from geomesh_p2p.lab.bench.report.setting import engines
 from geomesh_p2p.lab.bench.report.tables import (
     about,
     agreement,
+    how_work,
     links,
     methods,
     sites,
@@ -127,7 +128,7 @@ def blocks(report: Report, title: str, drawn: Pictures) -> list[Block]:
     found += agreement(report)
     found += [Heading("What was compared"), Points(about(report)), methods(report)]
     found += [Heading("Sites and links", 3), sites(report), *links(report)]
-    found += [Heading("Site by site"), Text("Sums over all rounds, medians over seeds."), work_table(report)]
+    found += [Heading("Site by site"), Text(how_work(report)), work_table(report)]
     found += _plan(report)
     found += [Heading("How to read this"), Points([*engines(report), *READING])]
     return found

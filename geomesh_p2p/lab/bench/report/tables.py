@@ -242,20 +242,29 @@ def links(report: Report) -> list[Block]:
     return found + ([Points([f"and {more} more links, none slower: report.json has them all."])] if more else [])
 
 
+def how_work(report: Report) -> str:
+    """What the columns of `work_table` mean."""
+    text = "Sums over all rounds, medians over seeds; batch and steps are those of a site's median round, by sequences."
+    sent = [name for name, m in report["methods"].items()
+            if any(measured(peer.get("times_sent")) for peer in m.get("peers") or ())]  # fmt: skip
+    has = "has" if len(sent) == 1 else "have"
+    return f"{text} {listed(sent)} {has} no rounds: in their place stands how often a site sent." if sent else text
+
+
 def work_table(report: Report) -> Table:
     seconds = ("training s", "for slower sites s", "for links s")
     head = ("method", "site", "rounds", "batch", "steps", "tokens", *seconds, "MB sent")
     rows = []
     for name, m in report["methods"].items():
         for peer in () if "is" in m else m.get("peers") or ():
-            sent = peer.get("bytes_sent")
+            sent, times_sent = peer.get("bytes_sent"), peer.get("times_sent")
             rows.append(
                 (
                     name,
                     peer["site"],
-                    number(peer.get("rounds"), ".0f"),
-                    number(peer.get("batch"), ".0f"),
-                    number(peer.get("inner_steps"), ".0f"),
+                    number(times_sent if measured(times_sent) else peer.get("rounds"), ".0f"),
+                    number(peer.get("usual_batch"), ".0f"),
+                    number(peer.get("usual_steps"), ".0f"),
                     number(peer.get("tokens"), ",.0f"),
                     number(peer.get("compute_seconds"), ",.1f"),
                     number(peer.get("straggler_idle_seconds"), ",.1f"),
