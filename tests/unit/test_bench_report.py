@@ -20,7 +20,7 @@ from geomesh_p2p import cli
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import command
 from geomesh_p2p.lab.bench.claims import checked
-from geomesh_p2p.lab.bench.command import TUNED, Request, _best, _usual_target, bench, table
+from geomesh_p2p.lab.bench.command import TUNED, Request, TrainingsFailed, _best, _to_report, _usual_target, bench, table
 from geomesh_p2p.lab.bench.methods import METHODS as METHOD_OF
 from geomesh_p2p.lab.bench.methods import with_default_outer
 from geomesh_p2p.lab.bench.report import figures
@@ -28,7 +28,7 @@ from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, agai
 from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table, work_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.results import _spread
-from geomesh_p2p.lab.bench.runner import varied
+from geomesh_p2p.lab.bench.runner import Failed, varied
 from geomesh_p2p.lab.bench.settings import load_setting
 from geomesh_p2p.lab.bench.work import fastest_alone, little_work
 from tests.unit.bench_reports import BUDGET, DIGEST, outcomes, report
@@ -259,6 +259,32 @@ def test_unequal_tokens_one_seed_and_broken_emulation_are_said() -> None:
     assert "not at equal tokens: geomesh trained 0.900 of diloco's" in text
     assert "One seed" in text
     assert "not valid: diloco" in text
+
+
+def test_what_failed_stands_on_top_of_both_pages(tmp_path: Path) -> None:
+    error = "nothing finite came of 50 inner steps in a row"
+    failed = [{"method": "ddp", "seed": seed, "exit_code": 4, "error": error} for seed in (1, 3)]
+    failed += [{"method": "async", "seed": 2, "exit_code": 1, "error": "Traceback:\n  File 3\nValueError: <odd>\n"}]
+    found = {**report(tmp_path, {"diloco": 10.0, "geomesh": 10.0}), "failed": failed}
+    told = [f"ddp failed with seeds 1 and 3 and is not compared: {error}.",
+            "async failed with seed 2 and is not compared: ValueError: <odd>."]  # fmt: skip
+    assert summary(found)[:2] == told
+    text = pages(found)
+    assert text[MARKDOWN].index(told[1]) < text[MARKDOWN].index("geomesh reaches")
+    assert told[0] in text[HTML]
+    assert "failed" not in said({**found, "failed": None})
+    assert said({**found, "failed": [{**failed[0], "error": ""}]}).startswith("ddp failed with seed 1 and is not compared: -.")
+
+
+def test_how_many_methods_failed_is_told_in_good_english(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = outcomes(tmp_path, {"diloco": 10.0, "geomesh": 10.0}, (1,), setting())
+    failed = [Failed(name, 1, 4, "diverged") for name in ("ddp", "async", "diloco-1bit")]
+    assert _to_report(found, failed[:1]) == found
+    assert "1 of 3 trainings failed, of ddp: the report is without that" in capsys.readouterr().err
+    _to_report(found, failed[:2])
+    assert "2 of 4 trainings failed, of ddp and async: the report is without them" in capsys.readouterr().err
+    with pytest.raises(TrainingsFailed, match=r"2 of 2 .* of ddp and async: no report; .* without them reports"):
+        _to_report([], failed[:2])
 
 
 def test_continuation_choice_is_better_if_it_is_higher() -> None:

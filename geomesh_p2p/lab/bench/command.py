@@ -16,7 +16,7 @@ from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of, with_default_outer
 from geomesh_p2p.lab.bench.quality import check_items
-from geomesh_p2p.lab.bench.report.figures import finite, measured, number, reached
+from geomesh_p2p.lab.bench.report.figures import finite, listed, measured, number, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import Failed, jobs, play_all, varied
@@ -116,10 +116,11 @@ def _to_report(outcomes: Sequence[Outcome], failed: Sequence[Failed]) -> list[Ou
         return list(outcomes)
     names = dict.fromkeys(one.method for one in failed)
     left = [one for one in outcomes if one.method not in names]
-    text = f"{len(failed)} of {len(outcomes) + len(failed)} trainings failed, of {', '.join(names)}"
+    text = f"{len(failed)} of {len(outcomes) + len(failed)} trainings failed, of {listed(list(names))}"
+    those = "that" if len(names) == 1 else "them"
     if not left or REFERENCE in names:
-        raise TrainingsFailed(f"{text}: no report; the same command without that reports the rest", failed[0].exit_code)
-    to_stderr(f"{text}: the report is without that")
+        raise TrainingsFailed(f"{text}: no report; the same command without {those} reports the rest", failed[0].exit_code)
+    to_stderr(f"{text}: the report is without {those}")
     return left
 
 

@@ -65,7 +65,7 @@ def _or_endless(value: float | None) -> float:
 def summary(report: Report) -> list[str]:
     """A few sentences: how much sooner, why, what is worse, which site and link are slow, what the figures are worth."""
     pair = pair_of(report)
-    lines = []
+    lines = _failed(report)
     if pair is None:
         lines.append(_fastest(report))
     else:
@@ -73,6 +73,16 @@ def summary(report: Report) -> list[str]:
         lines += [_worse(report, pair), *_others(report, pair), *_ours_later(report)]
     lines += [*_one_site(report, pair), *_while_changed(report)]
     return [*lines, *slow(report), *_worth(report)]
+
+
+def _failed(report: Report) -> list[str]:
+    """The methods that are not compared, and why: of an error with several lines the last, as of a traceback."""
+    seeds: dict[tuple[str, str], list[str]] = {}
+    for one in report.get("failed") or ():
+        error = (one["error"].strip().splitlines() or ["-"])[-1].rstrip(".")
+        seeds.setdefault((one["method"], error), []).append(str(one["seed"]))
+    return [f"{name} failed with seed{'s' if len(of) > 1 else ''} {listed(of)} and is not compared: {error}."
+            for (name, error), of in seeds.items()]  # fmt: skip
 
 
 # ---------------------------------------------------------------- time
