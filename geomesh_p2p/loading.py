@@ -176,6 +176,14 @@ def check_sites(run: RunConfig, sites: Sequence[SiteFile]) -> list[str]:
     ]
 
 
+def checked(model: type[Model], data: Mapping[str, Any], file: str) -> Model:
+    """What a file of another kind says. Raises ConfigError."""
+    found, problems = _validated(model, data, file, NOTHING)
+    if found is None or problems:
+        raise ConfigError(_first(problems))
+    return found
+
+
 def run_keys() -> dict[str, Any]:
     """`section.key` to pydantic's field of every key of a run file, in the file's order."""
     return {
@@ -311,7 +319,8 @@ def _validated(
     try:
         return model.model_validate_json(json.dumps(data, default=str), strict=True), []
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        problems = [problem for problem in found if not _misspelled(problem, found)]
     rest = copy.deepcopy(data)
     for problem in problems:
         *parents, name = problem["loc"][:2] or ("",)
@@ -329,6 +338,15 @@ def _first(problems: Sequence[str]) -> str:
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
+def _misspelled(problem: Any, problems: Sequence[Any]) -> bool:
+    """Whether a missing key is there under another name: that it is unknown says it all."""
+    if problem["type"] != "missing":
+        return False
+    *table, name = problem["loc"]
+    unknown = [other["loc"][-1] for other in problems if other["type"] == "extra_forbidden" and [*other["loc"][:-1]] == table]
+    return bool(difflib.get_close_matches(str(name), unknown, n=1, cutoff=0.6))
+
+
 def _in_words(
     model: type[BaseModel], problem: Any, file: str, origins: Mapping[str, str], prefix: tuple[str, ...]
 ) -> str:
@@ -339,6 +357,8 @@ def _in_words(
         return f"{where}: unknown key {key}{_nearest_key(path, RunConfig if prefix else model)}: {UNKNOWN_STEP}"
     if problem["type"] == "missing":
         return f"{where}: {key} is missing: add it"
+    if problem["type"] == "value_error":                          # a table's own words; its input is too long to repeat
+        return ": ".join([where, *([key] if key else []), str(problem["ctx"]["error"])])
     reason = re.sub(r"^(Input|String|Object) should", "should", problem["msg"])
     reason = reason.replace("an object", "a table").replace("valid array", "list")
     return f"{where}: {key} = {json.dumps(problem['input'], default=str)}: {reason}"
@@ -358,10 +378,12 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def _nearest_key(path: Sequence[str], model: type[BaseModel]) -> str:
     """The key most like the one at `path`: a sibling, else the same name in another section, else whatever is near."""
     parents, name = path[:-1], path[-1]
-    keys = list(run_keys())
-    same_name = [key for key in keys if key.partition(".")[2] == name]
+    keys = list(run_keys()) if model in (RunConfig, SiteConfig) else list(_all_keys(model))
+    same_name = [key for key in keys if "." in key and key.rpartition(".")[2] == name]
     siblings: list[str] = list(model.model_fields)
     for parent in parents:
+        if parent.isdigit():                                      # which table of a list
+            continue
         inner = _model_of(model.model_fields[parent].annotation) if parent in model.model_fields else None
         if inner is None:
             break
@@ -372,6 +394,12 @@ def _nearest_key(path: Sequence[str], model: type[BaseModel]) -> str:
             return f" (did you mean {'.'.join([*parents, match[0]])}?)"
     elsewhere = same_name or difflib.get_close_matches(".".join(path), keys, n=1, cutoff=0.6)
     return f" (did you mean {' or '.join(elsewhere)}?)" if elsewhere else ""
+
+
+def _all_keys(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = _model_of(field.annotation)
+        yield from _all_keys(inner, f"{above}{name}.") if inner is not None else [above + name]
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

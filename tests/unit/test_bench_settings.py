@@ -188,6 +188,45 @@ def test_a_setting_that_says_what_cannot_be_is_refused_in_one_line(links: str, s
     assert "Value error" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("max_batch =", "max_bacth =", "mean sites.0.max_batch?): correct it, or leave it out (and 1 more)"),
+        ("[links]", "[lniks]", "unknown key lniks (did you mean links?)"),
+        ("[links]", "[links]\nrtt_file = ''", "unknown key links.rtt_file (did you mean links.rtt_ms_file?)"),
+        ("stands_for", "jitter_share = 0.1\nstands_for", "unknown key jitter_share (did you mean links.jitter_share?)"),
+        ("stands_for", "seed = 3\nstands_for", "unknown key seed: correct it"),
+        ("[links]", '[links]\npairs = [{ between = ["a", "b"], rtt = 9 }]', "rtt (did you mean links.pairs.0.rtt_ms?)"),
+        ("[links]", '[links]\npairs = [{ between = ["a", "b"], mbps = "15" }]', 'links.pairs.0.mbps = "15": should be a val'),
+        ("max_batch = 8", "max_batch = 8.5", "sites.0.max_batch = 8.5: should be a valid integer"),
+        ('device = "d"', "", "sites.0.device is missing: add it (and 1 more)"),
+        ('name = "b"', 'name = "a"', "sites: two have the same name"),
+    ],
+)
+def test_a_key_that_is_none_and_a_value_of_another_kind_are_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    own(tmp_path, TWO, "")
+    path = tmp_path / "mine.toml"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load_setting(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert "did you mean run." not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nofile.toml", "nofile", "folder/none"])
+def test_a_path_where_there_is_no_file_is_said_to_be_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file") as caught:
+        load_setting(str(tmp_path / name))
+    assert str(caught.value) == f"{tmp_path / name}: there is no such file"
+
+
+def test_a_setting_of_your_own_may_have_any_suffix(tmp_path: Path) -> None:
+    own(tmp_path, TWO, "")
+    (tmp_path / "mine.toml").rename(tmp_path / "mine")
+    assert load_setting(str(tmp_path / "mine")).name == "mine"
+
+
 def test_a_pair_that_was_forgotten_is_named(tmp_path: Path) -> None:
     sites = [place(name, 0.1) for name in ("a", "b", "c")]
     pairs = [{"between": ["a", "b"], "mbps": 300, "rtt_ms": 95}, {"between": ["a", "c"], "mbps": 200, "rtt_ms": 20}]
@@ -253,7 +292,7 @@ def test_a_share_that_no_rates_lead_to_is_refused(share: int, tmp_path: Path) ->
     own(tmp_path, TWO, "")
     text = (tmp_path / "mine.toml").read_text().replace("stands_for_parameters = 1e6", f"reference_wan_idle_share = {share}.0")
     (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(ConfigError, match="reference_wan_idle_share: "):
+    with pytest.raises(ConfigError, match=f"reference_wan_idle_share = {share}.0: should be "):
         load_setting(str(tmp_path / "mine.toml"))
 
 

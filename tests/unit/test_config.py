@@ -126,6 +126,7 @@ def test_text_of_flags_and_variables_becomes_the_fields_type(tmp_path: Path, key
         ("", ["run is missing"]),
         ("[run]\nrounds = 3\n", ["run.id is missing"]),
         (RUN + "ronds = 3\n", ["unknown key run.ronds", "did you mean run.rounds?"]),
+        ('[run]\nidd = "x"\n', ["unknown key run.idd", "did you mean run.id?"]),
         (RUN + "[iner]\nx = 1\n", ["unknown key iner", "did you mean inner?"]),
         (RUN + "micro_batch = 3\n", ["unknown key run.micro_batch", "inner.micro_batch"]),
         (RUN + 'rounds = "3"\n', ['run.rounds = "3"', "integer"]),

@@ -17,11 +17,11 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from geomesh_p2p.config import Section
 from geomesh_p2p.errors import ConfigError
-from geomesh_p2p.loading import read_toml
+from geomesh_p2p.loading import checked, read_toml
 
 SHIPPED = Path(__file__).parent / "settings"
 Array = npt.NDArray[np.float64]
@@ -111,13 +111,15 @@ class Setting(Section):
     """Instead: rates are scaled until the reference waits for the links for this share of its time."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0)
     """Price of bytes that leave a site's region; None: not known."""
-    sites: tuple[Place, ...] = Field(min_length=1)
+    sites: tuple[Place, ...]
     links: Links = Links()
     changes: tuple[Change, ...] = ()
     folder: str = ""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Setting:
+        if not self.sites:
+            raise ValueError("sites: there are none")
         names = [site.name for site in self.sites]
         if len(set(names)) != len(names):
             raise ValueError("sites: two have the same name")
@@ -284,15 +286,10 @@ def shipped() -> list[str]:
 
 def load_setting(name: str) -> Setting:
     """A setting that ships, by name, or one of your own, by path. Raises ConfigError."""
-    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
-    if not path.exists():
+    own = name.endswith(".toml") or Path(name).name != name
+    path = Path(name) if own else SHIPPED / f"{name}.toml"
+    if not own and not path.exists():
         near = difflib.get_close_matches(name, shipped(), n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own")
-    fields = read_toml(path)
-    try:
-        return Setting.model_validate({**fields, "name": path.stem, "folder": str(path.parent)})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    return checked(Setting, {**read_toml(path), "name": path.stem, "folder": str(path.parent)}, str(path))
