@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import html
 import json
 import math
 import re
@@ -20,12 +21,12 @@ from geomesh_p2p import cli
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench import command
 from geomesh_p2p.lab.bench.claims import checked
-from geomesh_p2p.lab.bench.command import TUNED, Request, TrainingsFailed, _best, _to_report, _usual_target, bench, table
+from geomesh_p2p.lab.bench.command import TUNED, Request, TrainingsFailed, _best, _target, _to_report, bench, table
 from geomesh_p2p.lab.bench.methods import METHODS as METHOD_OF
 from geomesh_p2p.lab.bench.methods import with_default_outer
 from geomesh_p2p.lab.bench.report import figures
 from geomesh_p2p.lab.bench.report.pages import HTML, MARKDOWN, NO_PICTURES, again, pages, write
-from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table, work_table
+from geomesh_p2p.lab.bench.report.tables import methods, time_table, training_table, waiting_table, work_table
 from geomesh_p2p.lab.bench.report.words import summary
 from geomesh_p2p.lab.bench.results import _spread
 from geomesh_p2p.lab.bench.runner import Failed, varied
@@ -220,6 +221,13 @@ def test_what_the_fastest_site_would_take_alone_is_said(whole: dict[str, Any]) -
     assert "Against near alone (the same tokens at its best batch, no exchange): diloco 100.0 s instead of 80.0 s" in told
     assert "instead of 80.0 s, 25.0% more time, it is slower; geomesh 50.0 s instead of 80.0 s, 37.5% less time" in told
     assert "Perplexity is not compared." in told
+
+
+def test_the_waiting_of_one_site_does_not_read_as_training_without_a_mesh(whole: dict[str, Any]) -> None:
+    head = waiting_table(whole).head
+    assert "for slower sites, of near" in head
+    assert not any("alone" in text for text in head)
+    assert "for slower sites, of the fastest" in waiting_table({**whole, "fastest_site": None}).head
 
 
 def test_alone_a_site_has_the_speed_of_the_settings_changes() -> None:
@@ -631,10 +639,56 @@ def test_what_is_no_number_is_null_in_the_file_and_a_dash_on_the_page(tmp_path: 
 def test_without_a_number_of_the_reference_the_target_is_what_all_reach(tmp_path: Path) -> None:
     ends_at = {"diloco": math.nan, "geomesh": 10.0}
     lost, fine = outcomes(tmp_path, ends_at, (1,), setting())
-    assert _usual_target([fine]) == min(fine.curve.val_ppl)
-    assert _usual_target([lost, fine]) == 100.0
+    assert _target(None, [fine]) == (min(fine.curve.val_ppl), OF_ALL)
+    assert _target(None, [lost, fine]) == (100.0, OF_ALL)
     nothing = replace(lost, curve=replace(lost.curve, val_ppl=(float("nan"),) * len(lost.curve.val_ppl)))
-    assert math.isnan(_usual_target([nothing]))
+    found, rule = _target(None, [nothing])
+    assert math.isnan(found)
+    assert rule == OF_ALL
+
+
+RULE = "1.1 times diloco's final perplexity with the same seed"
+OF_ALL = command.WORST
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "lost", "wanted"),
+    [
+        (("diloco", "geomesh"), None, (), RULE),
+        (("diloco", "geomesh"), 12.0, (), "run.target_ppl"),
+        (("async", "geomesh"), None, (), OF_ALL),
+        (("diloco", "geomesh"), None, (2,), f"{RULE} (seeds 1 and 3) or {OF_ALL} (seed 2)"),
+    ],
+)
+def test_how_the_target_was_chosen_is_in_the_report_and_on_both_pages(
+    names: tuple[str, ...], given: float | None, lost: tuple[int, ...], wanted: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def played(queue: Any, *_: Any) -> Any:
+        return [
+            one
+            for job in queue
+            for ends_at in [math.nan if job.seed in lost and job.method.name == "diloco" else 10.0]
+            for one in outcomes(tmp_path, {job.method.name: ends_at}, (job.seed,), setting())
+        ], []
+
+    monkeypatch.setattr(command, "play_all", played)
+    out = tmp_path / "out"
+    run = run_config(tmp_path, **({"run": {"id": "bench", "target_ppl": given}} if given else {}))
+    found = bench(run, Request(setting_file(tmp_path), names, (1, 2, 3), BUDGET, out=out))
+    assert found["target_rule"] == wanted
+    assert ("the worst of the methods' lowest perplexities (as a rule their final ones)" in wanted) is (OF_ALL in wanted)
+    target = f"{found['target_ppl']:.3f}" + (" (median over seeds)" if given is None else "")
+    for page in (MARKDOWN, HTML):
+        text = html.unescape((out / page).read_text())
+        assert f"The target is a perplexity of {target}: {wanted}." in text
+        assert f"the target is a perplexity of {target}: {wanted}." in text
+
+
+def test_a_report_from_before_the_rule_was_kept_has_pages(whole: dict[str, Any]) -> None:
+    assert "target_rule" not in whole
+    text = pages(whole)[MARKDOWN]
+    assert "The target is" not in text
+    assert "; the target is a perplexity of 12.000." in text
 
 
 def test_seeds_that_are_given_twice_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

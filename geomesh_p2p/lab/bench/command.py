@@ -16,7 +16,7 @@ from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
 from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of, with_default_outer
 from geomesh_p2p.lab.bench.quality import check_items
-from geomesh_p2p.lab.bench.report.figures import finite, listed, measured, number, reached
+from geomesh_p2p.lab.bench.report.figures import finite, listed, measured, number, of_seeds, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import Failed, jobs, play_all, varied
@@ -25,6 +25,7 @@ from geomesh_p2p.lab.bench.stopping import to_stderr
 
 TUNED = "diloco-tuned-H"
 TARGET_ABOVE = 1.1
+WORST = "the worst of the methods' lowest perplexities (as a rule their final ones) with the same seed, which all of them reach"
 _GROUPS = {TUNED: TUNED_LENGTHS, "all": tuple(METHODS)}
 DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
 
@@ -76,12 +77,13 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
             check_items((job.run for job in queue), request.choice)
         outcomes, failed = play_all(queue, store, request.processes or os.cpu_count() or 1, to_stderr)
         outcomes = _to_report(outcomes, failed)
-    wanted = base.run.target_ppl
-    targets = {seed: wanted or _usual_target([one for one in outcomes if one.seed == seed]) for seed in request.seeds}
+    chosen = {seed: _target(base.run.target_ppl, [one for one in outcomes if one.seed == seed]) for seed in request.seeds}
+    targets = {seed: target for seed, (target, _) in chosen.items()}
     about = {
         "run_id": base.run.id,
         "parameters": queue[0].volume().parameters,
         **({"failed": [asdict(one) for one in failed]} if failed else {}),
+        "target_rule": _target_rule({seed: rule for seed, (_, rule) in chosen.items()}),
         "budget_tokens": request.tokens,
         "reference_round_tokens": reference,
         "rate_scale": queue[0].world.rate_scale,
@@ -132,14 +134,24 @@ class TrainingsFailed(GeoMeshError):
         self.exit_code = exit_code
 
 
-def _usual_target(outcomes: Sequence[Outcome]) -> float:
-    """Of one seed, without run.target_ppl: a little above what the reference ends with; without it, or where that is no number,
-    what every method reaches. Where nothing was ever a number, neither is this, and nobody reaches it."""
+def _target(given: float | None, outcomes: Sequence[Outcome]) -> tuple[float, str]:
+    """Of one seed, and by which rule. Without run.target_ppl a little above what the reference ends with; without it, or where
+    that is no number, what every method reaches. Where nothing was ever a number, neither is this, and nobody reaches it."""
+    if given:
+        return given, "run.target_ppl"
     finals = [one.curve.val_ppl[-1] for one in outcomes if one.method == REFERENCE]
     if finals and math.isfinite(finals[0]):
-        return TARGET_ABOVE * finals[0]
+        return TARGET_ABOVE * finals[0], f"{TARGET_ABOVE:g} times {REFERENCE}'s final perplexity with the same seed"
     known = [[ppl for ppl in one.curve.val_ppl if math.isfinite(ppl)] for one in outcomes]
-    return max((min(curve) for curve in known if curve), default=math.nan)
+    return max((min(curve) for curve in known if curve), default=math.nan), WORST
+
+
+def _target_rule(rules: Mapping[int, str]) -> str:
+    """Of all seeds; which have which, if that is not the same."""
+    seeds: dict[str, list[int]] = {}
+    for seed, rule in rules.items():
+        seeds.setdefault(rule, []).append(seed)
+    return " or ".join(f"{rule} ({of_seeds(of)})" if len(seeds) > 1 else rule for rule, of in seeds.items())
 
 
 def _best(methods: Mapping[str, Any]) -> dict[str, Any]:

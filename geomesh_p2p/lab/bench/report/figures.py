@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -114,10 +114,23 @@ def short(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def target_text(report: Mapping[str, Any]) -> str:
+    """With how it was chosen, if the report has that. Empty without a target."""
+    target, by_seed, rule = report["target_ppl"], report.get("target_ppl_by_seed") or (), report.get("target_rule")
+    if not measured(target):
+        return ""
+    text = f"target is a perplexity of {target:.3f}" + (" (median over seeds)" if len(set(by_seed)) > 1 else "")
+    return f"{text}: {rule}" if rule else text
+
+
 def little_text(site: Mapping[str, Any]) -> str:
     """Of an entry of sites_with_little_work."""
     done = f"{percent(site['tokens_share'])} of the tokens in {number(site['rounds'], '.0f')} of {site['of_rounds']} rounds"
     return f"{site['site']} trained {done}, with {percent(site['speed_share'])} of all sites' best speed"
+
+
+def of_seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
 
 
 def listed(words: list[str]) -> str:

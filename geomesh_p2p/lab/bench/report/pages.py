@@ -13,7 +13,7 @@ from typing import Any
 
 from geomesh_p2p.errors import ConfigError
 from geomesh_p2p.lab.bench.report.blocks import Block, Heading, Lines, Picture, Points, Text, html, markdown
-from geomesh_p2p.lab.bench.report.figures import finite, measured
+from geomesh_p2p.lab.bench.report.figures import finite, target_text
 from geomesh_p2p.lab.bench.report.setting import engines
 from geomesh_p2p.lab.bench.report.tables import (
     about,
@@ -147,9 +147,8 @@ READING = (
 
 def _how_time(report: Report) -> str:
     times = " and ".join(sorted({method["engine"] for method in report["methods"].values()}))
-    target = report["target_ppl"]
-    said = f"the target is a perplexity of {target:.3f}" if measured(target) else "there is no target"
-    return f"Seconds are {times} time (see the end); {said}."
+    target = target_text(report)
+    return f"Seconds are {times} time (see the end); {f'the {target}' if target else 'there is no target'}."
 
 
 def _plan(report: Report) -> list[Block]:

@@ -97,8 +97,8 @@ def _accuracy(method: Mapping[str, Any]) -> str:
 
 def waiting_table(report: Report) -> Table:
     fastest = report.get("fastest_site") or "the fastest"
-    head = ("method", "training", "for slower sites", "steady", f"{fastest} alone", "for links", "steady", "MB sent",
-            *(f"of {name}'s" for name in _references(report)), "of an fp32 ring's", "attempts given up")  # fmt: skip
+    head = ("method", "training", "for slower sites", "steady", f"for slower sites, of {fastest}", "for links", "steady",
+            "MB sent", *(f"of {name}'s" for name in _references(report)), "of an fp32 ring's", "attempts given up")  # fmt: skip
     rows = [
         (
             _name(name, m),

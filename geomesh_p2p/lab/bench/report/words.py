@@ -15,11 +15,13 @@ from geomesh_p2p.lab.bench.report.figures import (
     little_text,
     measured,
     number,
+    of_seeds,
     overlap,
     percent,
     ratio,
     reached,
     signed,
+    target_text,
 )
 from geomesh_p2p.lab.bench.report.setting import slow
 
@@ -67,9 +69,9 @@ def summary(report: Report) -> list[str]:
     pair = pair_of(report)
     lines = _failed(report)
     if pair is None:
-        lines.append(_fastest(report))
+        lines += [_fastest(report), *_target(report)]
     else:
-        lines += [_sooner(report, pair), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
+        lines += [_sooner(report, pair), *_target(report), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
         lines += [_worse(report, pair), *_others(report, pair), *_ours_later(report)]
     lines += [*_one_site(report, pair), *_while_changed(report)]
     return [*lines, *slow(report), *_worth(report)]
@@ -77,12 +79,11 @@ def summary(report: Report) -> list[str]:
 
 def _failed(report: Report) -> list[str]:
     """The methods that are not compared, and why: of an error with several lines the last, as of a traceback."""
-    seeds: dict[tuple[str, str], list[str]] = {}
+    seeds: dict[tuple[str, str], list[int]] = {}
     for one in report.get("failed") or ():
         error = (one["error"].strip().splitlines() or ["-"])[-1].rstrip(".")
-        seeds.setdefault((one["method"], error), []).append(str(one["seed"]))
-    return [f"{name} failed with seed{'s' if len(of) > 1 else ''} {listed(of)} and is not compared: {error}."
-            for (name, error), of in seeds.items()]  # fmt: skip
+        seeds.setdefault((one["method"], error), []).append(one["seed"])
+    return [f"{name} failed with {of_seeds(of)} and is not compared: {error}." for (name, error), of in seeds.items()]
 
 
 # ---------------------------------------------------------------- time
@@ -101,6 +102,10 @@ def _fastest(report: Report) -> str:
         return f"No method reaches {target}{most}.{lowest}"
     name = min(there, key=lambda one: float(there[one]))
     return f"{name} reaches {target} first, after {there[name]:.1f} s{reached(report['methods'][name]).note}.{lowest}"
+
+
+def _target(report: Report) -> list[str]:
+    return [f"The {target_text(report)}."] if report.get("target_rule") and target_text(report) else []
 
 
 def _sooner(report: Report, pair: Pair) -> str:
