@@ -240,12 +240,15 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "store", "processes")
+    asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.report_only and (given := [*(asked.keys() - {"out"}), *args.overrides]):
+        flags = ", ".join(f"--{name}" for name in sorted(given))
+        raise ConfigError(f"--report-only goes with --out and --check alone: leave out {flags}")
     from geomesh_p2p.lab.bench.claims import checked
     from geomesh_p2p.lab.bench.command import Request, bench, table
     from geomesh_p2p.lab.bench.report.pages import again
 
-    names = ("setting", "methods", "seeds", "tokens", "vary", "engine", "choice", "out", "store", "processes")
-    asked: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     request = Request(**asked)
     report = again(request.out) if args.report_only else bench(_resolve(args).config, request)
     print(table(report))
@@ -345,9 +348,9 @@ def _resolve(args: argparse.Namespace, site: SiteFile | None = None) -> Resolved
 
 
 class _Parser(argparse.ArgumentParser):
-    """One plain line on an error; verbs that take a run file list its keys in their help."""
+    """One plain line on an error; the help ends with texts that are made only then, such as a run file's keys."""
 
-    lists_keys = False
+    more_help: Sequence[Callable[[], str]] = ()
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
@@ -356,7 +359,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: see {self.prog} --help")
 
     def format_help(self) -> str:
-        return super().format_help() + (_keys_help() if self.lists_keys else "")
+        return super().format_help() + "".join(f"\n{text()}\n" for text in self.more_help)
+
+
+def _methods_help() -> str:
+    from geomesh_p2p.lab.bench.methods import help_text
+
+    return help_text()
 
 
 def _keys_help() -> str:
@@ -364,13 +373,13 @@ def _keys_help() -> str:
 
     from geomesh_p2p.loading import run_keys
 
-    lines = ["", "keys of the run file (flag > GEOMESH_SECTION__KEY > file > default):"]
+    lines = ["keys of the run file (flag > GEOMESH_SECTION__KEY > file > default):"]
     for key, field in run_keys().items():
         default = "" if field.default is PydanticUndefined else f" [{json.dumps(field.default)}]"
         lines.append(f"  --{key}{default}")
         if field.description:
             lines.append(f"      {field.description}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _parser() -> _Parser:
@@ -381,7 +390,7 @@ def _parser() -> _Parser:
     def add(name: str, run_verb: Verb, text: str, group: Any = verbs, keys: bool = True) -> _Parser:
         verb: _Parser = group.add_parser(name, help=text, description=text)
         verb.set_defaults(run_verb=run_verb, parser=verb)
-        verb.lists_keys = keys
+        verb.more_help = (_keys_help,) if keys else ()
         if keys:
             verb.add_argument("run", metavar="RUN.toml", help="run file: what is trained, and how")
         return verb
@@ -416,11 +425,11 @@ def _parser() -> _Parser:
     plan.add_argument("--json", action="store_true")
 
     benchmark = add("bench", _bench, "Train with GeoMesh and with the methods it is measured against, and compare.")
-    benchmark.add_argument("--setting", metavar="NAME", help="one that ships, or a .toml file")
-    benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME",
-                           help="or all; default: diloco and what is added")
+    benchmark.more_help = (_methods_help, _keys_help)
+    benchmark.add_argument("--setting", metavar="NAME", help="one that ships, or a .toml file (default: paper)")
+    benchmark.add_argument("--methods", nargs="+", action="extend", metavar="NAME", help="what is compared: see below")
     benchmark.add_argument("--seeds", nargs="+", type=int, action="extend", metavar="N", help="default: 1")
-    benchmark.add_argument("--tokens", type=_count, metavar="N", help="of each training")
+    benchmark.add_argument("--tokens", type=_count, metavar="N", help="of each training (default: 5,000,000)")
     about_vary = "section.key=value,value,...: each method with each of them"
     benchmark.add_argument("--vary", nargs="+", action="extend", metavar="KEY=VALUES", help=about_vary)
     about_choice = "also ask each model N items of continuation choice on held-out text"
@@ -433,7 +442,7 @@ def _parser() -> _Parser:
     benchmark.add_argument("--store", type=Path, metavar="FOLDER", help=about_store)
     about_check = "exit code 1 unless GeoMesh keeps what it claims against diloco (time, idle shares, perplexity)"
     benchmark.add_argument("--check", action="store_true", help=about_check)
-    about_report = "train nothing: report.md and report.html anew from DIR/report.json"
+    about_report = "train nothing: report.md and report.html anew from DIR/report.json; with --out and --check alone"
     benchmark.add_argument("--report-only", action="store_true", help=about_report)
 
     profile = add("profile", _profile, "Measure this device on the run's model; writes a profile for a site file.")

@@ -269,6 +269,8 @@ def test_no_method_is_faster_than_the_limit_where_a_change_speeds_sites_up(name:
 def test_a_name_that_is_not_one_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean geomesh"):
         method_of("geomsh")
+    with pytest.raises(ConfigError, match=r"\(did you mean diloco-tuned-H\?\): ddp, .*, diloco-tuned-H, all$"):
+        method_of("diloco-tuned-h")
     with pytest.raises(ConfigError, match="did you mean paper"):
         load_setting("papr")
     with pytest.raises(ConfigError, match=r"section\.key"):

@@ -47,6 +47,25 @@ def test_help_with_the_run_files_keys_loads_neither_torch_nor_hivemind() -> None
     assert heavy_modules_after(code) == ["pydantic"]
 
 
+def test_help_with_the_methods_loads_neither_torch_nor_hivemind() -> None:
+    code = "import geomesh_p2p.cli as c\ntry: c.main(['bench', '--help'])\nexcept SystemExit: pass"
+    assert heavy_modules_after(code) == ["numpy", "pydantic"]
+
+
+def test_the_help_of_a_benchmark_names_each_method_and_what_is_taken_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    from geomesh_p2p.lab.bench.command import Request
+    from geomesh_p2p.lab.bench.methods import METHODS
+
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    told = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert [name for name, method in METHODS.items() if f"{name} {method.about}" not in lines] == []
+    assert "diloco-tuned-H the best of diloco, diloco-2x and diloco-4x" in lines
+    assert f"without --methods: {', '.join(Request().methods)}" in told
+    assert f"(default: {Request().tokens:,})" in told
+
+
 def test_configuration_loads_neither_torch_nor_hivemind(run_file: Path) -> None:
     assert heavy_modules_after(f"import geomesh_p2p.cli as c\nc.main(['config', 'show', {str(run_file)!r}])") == ["pydantic"]
 
@@ -197,6 +216,18 @@ def test_a_benchmark_counts_items_from_0_and_processes_from_1(
 def test_a_benchmark_takes_tokens_as_one_likes(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", str(run_file), "--tokens", "5e2"]) == 2
     assert "--tokens 500: less than one round of the setting" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--setting", "paper"], ["--methods", "diloco"], ["--seeds", "1"], ["--tokens", "5e6"], ["--vary", "outer.momentum=0"],
+     ["--engine", "real"], ["--choice", "0"], ["--processes", "1"], ["--store", "x"], ["--outer.momentum", "0.5"]],
+)  # fmt: skip
+def test_a_report_made_anew_takes_nothing_that_would_change_it(
+    words: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", str(run_file), "--report-only", "--check", "--out", str(run_file.parent), *words]) == 2
+    assert capsys.readouterr().err == f"geomesh: --report-only goes with --out and --check alone: leave out {words[0]}\n"
 
 
 def test_what_ended_by_a_signal_has_the_code_of_that_signal(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

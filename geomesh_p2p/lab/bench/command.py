@@ -14,7 +14,7 @@ from typing import Any, Literal
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
-from geomesh_p2p.lab.bench.methods import METHODS, TUNED_LENGTHS, method_of, with_default_outer
+from geomesh_p2p.lab.bench.methods import DEFAULT_METHODS, GROUPS, TUNED, TUNED_LENGTHS, method_of, with_default_outer
 from geomesh_p2p.lab.bench.quality import check_items
 from geomesh_p2p.lab.bench.report.figures import finite, listed, measured, number, of_seeds, reached
 from geomesh_p2p.lab.bench.report.pages import write
@@ -23,11 +23,8 @@ from geomesh_p2p.lab.bench.runner import Failed, jobs, play_all, varied
 from geomesh_p2p.lab.bench.settings import load_setting
 from geomesh_p2p.lab.bench.stopping import to_stderr
 
-TUNED = "diloco-tuned-H"
 TARGET_ABOVE = 1.1
 WORST = "the worst of the methods' lowest perplexities (as a rule their final ones) with the same seed, which all of them reach"
-_GROUPS = {TUNED: TUNED_LENGTHS, "all": tuple(METHODS)}
-DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def bench(base: RunConfig, request: Request) -> dict[str, Any]:
     `failed`. Raises ConfigError, Interrupted, TrainingsFailed."""
     request = replace(request, seeds=tuple(dict.fromkeys(request.seeds)))
     setting = load_setting(request.setting)
-    names = [part for name in request.methods for part in _GROUPS.get(name, (name,))]
+    names = [part for name in request.methods for part in GROUPS.get(name, (name,))]
     methods = varied([method_of(name) for name in dict.fromkeys(names)], request.vary, request.engine == "real")
     reference = setting.reference_round_sequences * base.model.sequence_length
     if request.tokens < reference:

@@ -123,8 +123,11 @@ def _methods() -> tuple[Method, ...]:
 
 
 METHODS = {method.name: method for method in _methods()}
+TUNED = "diloco-tuned-H"
 TUNED_LENGTHS = ("diloco", "diloco-2x", "diloco-4x")
 """What diloco-tuned-H is the best of."""
+GROUPS = {TUNED: TUNED_LENGTHS, "all": tuple(METHODS)}
+DEFAULT_METHODS = ("diloco", "diloco-1bit", "geomesh-fp32", "geomesh")
 
 
 def with_default_outer(run: RunConfig, methods: Sequence[Method]) -> dict[str, list[str]]:
@@ -140,7 +143,17 @@ def with_default_outer(run: RunConfig, methods: Sequence[Method]) -> dict[str, l
 
 def method_of(name: str) -> Method:
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
+        known = [*METHODS, *GROUPS]
+        near = difflib.get_close_matches(name, known, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"no method {name!r}{meant}: {', '.join(METHODS)}")
+        raise ConfigError(f"no method {name!r}{meant}: {', '.join(known)}")
     return METHODS[name]
+
+
+def help_text() -> str:
+    """Every method in a line, for the help of the command."""
+    *most, last = TUNED_LENGTHS
+    lines = {name: method.about for name, method in METHODS.items()}
+    lines |= {TUNED: f"the best of {', '.join(most)} and {last}", "all": "all of these"}
+    named = [f"  {name:<{max(map(len, lines))}}  {about}" for name, about in lines.items()]
+    return "\n".join([f"methods (without --methods: {', '.join(DEFAULT_METHODS)}):", *named])
