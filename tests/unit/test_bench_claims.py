@@ -157,6 +157,32 @@ def test_where_the_reference_hardly_waits_nothing_is_claimed(key: str, text: str
     assert checked(report)[1], "what is no claim fails nothing"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "holds", "note"),
+    [
+        (1000, True, ""),
+        (1019, True, " (this trained 1.019 of diloco's tokens)"),
+        (981, True, " (this trained 0.981 of diloco's tokens)"),
+        (1219, None, "not comparable, this trained 1.219 of diloco's tokens"),
+        (979, None, "not comparable, this trained 0.979 of diloco's tokens"),
+    ],
+)
+def test_a_final_perplexity_counts_at_equal_tokens_alone(tokens: int, holds: bool | None, note: str) -> None:
+    found = of({"tokens": tokens}, {"tokens": 1000}, "perplexity")
+    assert found.holds is holds
+    assert str(found).count(note or "(this trained") == bool(note)
+    assert of({"tokens": 1219, "final_ppl_by_seed": [None]}, {"tokens": 1000}, "perplexity").holds is False
+
+
+def test_continuation_choice_counts_at_equal_tokens_alone() -> None:
+    ours = {"continuation_against_diloco": {"low": -0.5}}
+    theirs = {"continuation_accuracy": 0.5, "continuation_stderr": 0.01}
+    assert of({**ours, "tokens": 1010}, {**theirs, "tokens": 1000}, "the low end").holds is False
+    found = of({**ours, "tokens": 1219}, {**theirs, "tokens": 1000}, "the low end")
+    assert found.holds is None
+    assert "not comparable, this trained 1.219 of diloco's tokens" in str(found)
+
+
 def test_what_is_rounding_or_without_end_is_said_in_words() -> None:
     assert ": 0 (wanted: at most 0.012)" in str(of({"straggler_idle_share": 4.624e-18}, {}, "of all sites"))
     endless = str(of({"wan_idle_share": 1e-18}, {}, "WAN idle, so"))

@@ -316,6 +316,51 @@ def test_the_other_methods_are_told_in_brief_and_without_ours_the_first_and_the_
     assert "async reaches perplexity 5.000 first, after 40.0 s. The lowest final perplexity is 5.000, of diloco." in said(found)
 
 
+def test_training_ahead_has_a_sentence_of_its_own_and_its_reasons(tmp_path: Path) -> None:
+    found = pair({"time_to_target_seconds": 30.0, "final_ppl": 5.0, "plan": ["of geomesh"]},
+                 {"time_to_target_seconds": 100.0, "final_ppl": 5.0})  # fmt: skip
+    found |= {"parameters": 1, "budget_tokens": 1, "fastest_alone_site": "near"}
+    before = summary(found)
+    found["methods"]["geomesh-delayed"] = {
+        **found["methods"]["geomesh"], "time_to_target_seconds": 20.0, "final_ppl": 4.5, "wan_idle_share": 0.01,
+        "wall_seconds": 50.0, "fastest_alone_seconds": 40.0, "plan": ["of geomesh-delayed"],
+    }  # fmt: skip
+    found["methods"]["async"] = {"engine": "virtual", "time_to_target_seconds": 16.0, "final_ppl": 5.0}
+    told = [line for line in summary(found) if line not in before]
+    assert told[0].startswith("geomesh's time to the target and final perplexity against the others: async")
+    sooner = "geomesh-delayed reaches perplexity 5.000 after 20.0 s, diloco after 100.0 s: 80.0% less time (5.0 times as fast)."
+    worse = "Worse than diloco: none. Better: time to the target -80.0%, final perplexity -10.0%"
+    assert told[1].startswith(f"{sooner} {worse} and waiting for links 1.00% instead of 20.00%.")
+    assert told[2] == "geomesh-delayed's time to the target and final perplexity against the others: async +25.0%, -10.0%."
+    assert "geomesh-delayed 50.0 s instead of 40.0 s, 25.0% more time, it is slower" in told[3]
+    text = pages({**found, "links": {}, "gantt_seconds": 1.0, "methods": {
+        name: {**m, "curves": [], "rounds": [], "gantt": []} for name, m in found["methods"].items()}})[MARKDOWN]  # fmt: skip
+    first, second = (text.index(f"in the middle of {name}'s run") for name in ("geomesh", "geomesh-delayed"))
+    assert first < text.index("\nof geomesh\n") < second < text.index("\nof geomesh-delayed\n")
+
+
+def test_training_ahead_alone_is_told_once(tmp_path: Path) -> None:
+    found = pair({"time_to_target_seconds": 30.0}, {"time_to_target_seconds": 100.0})
+    found["methods"] = {"diloco": found["methods"]["diloco"], "geomesh-delayed": found["methods"]["geomesh"]}
+    assert said(found).count("geomesh-delayed reaches") == 1
+
+
+def test_of_training_ahead_in_a_sweep_the_soonest_has_the_sentence() -> None:
+    found = pair({"time_to_target_seconds": 30.0}, {"time_to_target_seconds": 100.0})
+    for name, seconds in (("a=1", 25.0), ("a=2", 20.0)):
+        found["methods"][f"geomesh-delayed[{name}]"] = {**found["methods"]["geomesh"], "time_to_target_seconds": seconds}
+    assert "geomesh-delayed[a=2] reaches perplexity 5.000 after 20.0 s" in said(found)
+    assert "geomesh-delayed[a=1] reaches" not in said(found)
+
+
+def test_who_is_compared_with_the_tuned_length_is_said() -> None:
+    found = pair({"time_to_target_seconds": 30.0}, {"time_to_target_seconds": 100.0})
+    found["methods"] |= {TUNED: {**found["methods"]["diloco"], "time_to_target_seconds": 60.0, "is": "diloco-2x"},
+                         "geomesh-delayed": {**found["methods"]["geomesh"], "time_to_target_seconds": 15.0}}  # fmt: skip
+    for name, share in (("geomesh", "50.0%"), ("geomesh-delayed", "75.0%")):
+        assert f"{name} against {TUNED} (the best of three round lengths, here diloco-2x): {share} less time" in said(found)
+
+
 def test_the_slowest_link_and_the_slowest_site_are_named() -> None:
     harsh = load_setting("harsh")
     found = report_of_setting(harsh)

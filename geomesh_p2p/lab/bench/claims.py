@@ -12,7 +12,7 @@ from statistics import median, median_low
 from typing import Any
 
 from geomesh_p2p.errors import ConfigError
-from geomesh_p2p.lab.bench.report.figures import listed, little_text, measured, percent
+from geomesh_p2p.lab.bench.report.figures import listed, little_text, measured, percent, unequal_tokens
 
 REFERENCE = "diloco"
 PAIRS = {"geomesh": (REFERENCE, 0.08), "geomesh-delayed": (REFERENCE, 0.02), "geomesh-lion": ("diloco-lion", 0.08)}
@@ -24,6 +24,7 @@ MAX_PERPLEXITY_LOSS, MAX_LOSS_OF_ONE_SEED = 0.01, 0.02
 CHANCE = 0.25  # of four continuations
 MAX_CHOICE_LOSS = 0.01
 NOTHING = 1e-9          # a share of time that is rounding alone
+MOST_UNEQUAL_TOKENS = 0.02  # where they differ by more, what models end with is no claim
 HARDLY = 0.001          # a share of time of which so many times less is no claim
 NEEDED = ("time_to_target_seconds_by_seed", "final_ppl_by_seed", "straggler_idle_share", "straggler_idle_share_fastest",
           "wan_idle_share")  # fmt: skip
@@ -154,7 +155,10 @@ def _perplexity(ours: Method, theirs: Method, name: str, most: float) -> Claim:
         lost = sum(not measured(mine) for mine, _ in pairs)
         who = _of_seeds(lost, len(pairs), "ends", "end") if lost else f"of {name} not all seeds end"
         return Claim(text, None, f"at most {most:g}", False, f"{who} with a perplexity that is a number")
-    return _at_most(text, median([mine / other - 1 for mine, other in pairs]), most)
+    if unequal := unequal_tokens(ours, theirs, name, MOST_UNEQUAL_TOKENS):
+        return Claim(text, None, f"at most {most:g}", None, f"not comparable, this {unequal}")
+    unequal = unequal_tokens(ours, theirs, name)
+    return _at_most(text, median([mine / other - 1 for mine, other in pairs]), most, f"this {unequal}" if unequal else "")
 
 
 def _choice(ours: Method, theirs: Method) -> Iterator[Claim]:
@@ -167,8 +171,11 @@ def _choice(ours: Method, theirs: Method) -> Iterator[Claim]:
     text = "continuation choice of diloco above chance, in standard errors"
     yield Claim(text, above, "at least 5", above is not None and above >= 5)
     text = "continuation choice against diloco's, the low end of the paired 95% interval over items"
-    low = paired.get("low")
-    yield Claim(text, low, f"at least {-MAX_CHOICE_LOSS:g}", measured(low) and low >= -MAX_CHOICE_LOSS)
+    low, wanted = paired.get("low"), f"at least {-MAX_CHOICE_LOSS:g}"
+    if unequal := unequal_tokens(ours, theirs, REFERENCE, MOST_UNEQUAL_TOKENS):
+        yield Claim(text, None, wanted, None, f"not comparable, this {unequal}")
+    else:
+        yield Claim(text, low, wanted, measured(low) and low >= -MAX_CHOICE_LOSS)
 
 
 def _lower(text: str, ours: Method, theirs: Method, name: str, key: str, times: float, note: str = "") -> Claim:

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 REFERENCE = "diloco"
 TUNED = "diloco-tuned-H"
 FIRST = "geomesh"
+DELAYED = "geomesh-delayed"
+UNEQUAL_TOKENS = 0.01       # more than this is said
 
 
 def is_ours(name: str) -> bool:
@@ -32,6 +34,12 @@ def finite(value: Any) -> Any:
 def ratio(method: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) -> float | None:
     a, b = method.get(key), (other or {}).get(key)
     return a / b if measured(a) and measured(b) and b else None
+
+
+def unequal_tokens(method: Mapping[str, Any], other: Mapping[str, Any], name: str, most: float = UNEQUAL_TOKENS) -> str:
+    """What it trained of the tokens of `name`, the other; empty if that is as many, or not known."""
+    share = ratio(method, other, "tokens")
+    return f"trained {share:.3f} of {name}'s tokens" if share is not None and abs(share - 1) > most else ""
 
 
 def overlap(method: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:

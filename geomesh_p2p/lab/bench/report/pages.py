@@ -27,7 +27,7 @@ from geomesh_p2p.lab.bench.report.tables import (
     waiting_table,
     work_table,
 )
-from geomesh_p2p.lab.bench.report.words import pair_of, summary
+from geomesh_p2p.lab.bench.report.words import compared, summary
 
 Report = Mapping[str, Any]
 Pictures = Mapping[str, tuple[str, str]]
@@ -152,9 +152,9 @@ def _how_time(report: Report) -> str:
 
 
 def _plan(report: Report) -> list[Block]:
-    pair = pair_of(report)
-    lines = pair.ours.get("plan") if pair else None
-    if pair is None or not lines:
-        return []
-    said = f"The reasons for the plan of a round in the middle of {pair.name}'s run, as its leader gives them."
-    return [Heading("Why it was planned so"), Text(said), Lines(list(lines))]
+    found: list[Block] = []
+    for pair in compared(report):
+        if lines := pair.ours.get("plan"):
+            said = f"The reasons for the plan of a round in the middle of {pair.name}'s run, as its leader gives them."
+            found += [Text(said), Lines(list(lines))]
+    return [Heading("Why it was planned so"), *found] if found else []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from geomesh_p2p.lab.bench.report.figures import (
+    DELAYED,
     FIRST,
     REFERENCE,
     TUNED,
@@ -22,13 +23,13 @@ from geomesh_p2p.lab.bench.report.figures import (
     reached,
     signed,
     target_text,
+    unequal_tokens,
 )
 from geomesh_p2p.lab.bench.report.setting import slow
 
 Report = Mapping[str, Any]
 Method = Mapping[str, Any]
 MAX_OVERRUN_SHARE = 0.01
-UNEQUAL_TOKENS = 0.01
 ALIKE = 0.0005          # differences smaller than this are none
 
 
@@ -46,34 +47,53 @@ def pair_of(report: Report, other: str = REFERENCE) -> Pair | None:
     """`geomesh` against `other`. Where there are only variants of one of them, the one that is first at the target stands for
     it; where there is no diloco at all, the first of the others."""
     methods: Mapping[str, Method] = report["methods"]
-
-    def first(names: list[str]) -> str:
-        return min(names, key=lambda name: _or_endless(methods[name].get("time_to_target_seconds")))
-
     ours = [name for name in methods if is_ours(name)]
     others = [name for name in methods if not is_ours(name)]
     if other not in methods and other == REFERENCE and others:
-        other = first([name for name in others if name.startswith(f"{REFERENCE}[")] or others)
+        other = _soonest(methods, [name for name in others if name.startswith(f"{REFERENCE}[")] or others)
     if not ours or other not in methods:
         return None
-    name = FIRST if FIRST in methods else first(ours)
+    name = FIRST if FIRST in methods else _soonest(methods, ours)
     return Pair(name, methods[name], other, methods[other])
 
 
-def _or_endless(value: float | None) -> float:
-    return value if measured(value) else float("inf")
+def compared(report: Report) -> list[Pair]:
+    """The pair, and training ahead against the same; of its variants the one that is first at the target."""
+    pair = pair_of(report)
+    if pair is None:
+        return []
+    ahead = [name for name in report["methods"] if _is_ahead(name)]
+    if not ahead or _is_ahead(pair.name):
+        return [pair]
+    name = _soonest(report["methods"], ahead)
+    return [pair, replace(pair, name=name, ours=report["methods"][name])]
+
+
+def _is_ahead(name: str) -> bool:
+    return name.partition("[")[0] == DELAYED
+
+
+def _soonest(methods: Mapping[str, Method], names: list[str]) -> str:
+    def seconds(name: str) -> float:
+        return value if measured(value := methods[name].get("time_to_target_seconds")) else float("inf")
+
+    return min(names, key=seconds)
 
 
 def summary(report: Report) -> list[str]:
     """A few sentences: how much sooner, why, what is worse, which site and link are slow, what the figures are worth."""
-    pair = pair_of(report)
+    pairs = compared(report)
     lines = _failed(report)
-    if pair is None:
-        lines += [_fastest(report), *_target(report)]
+    if pairs:
+        pair, *ahead = pairs
+        lines += [_sooner(report, pair) + _limit(pair), *_target(report), *_against_tuned(report, pair), *_why(pair)]
+        lines += [*_alone(report, pair), _worse(report, pair), *_others(report, pair)]
+        for one in ahead:
+            lines += [f"{_sooner(report, one)} {_worse(report, one)}", *_against_tuned(report, one), *_others(report, one)]
+        lines += _ours_later(report)
     else:
-        lines += [_sooner(report, pair), *_target(report), *_against_tuned(report, pair), *_why(pair), *_alone(report, pair)]
-        lines += [_worse(report, pair), *_others(report, pair), *_ours_later(report)]
-    lines += [*_one_site(report, pair), *_while_changed(report)]
+        lines += [_fastest(report), *_target(report)]
+    lines += [*_one_site(report, pairs), *_while_changed(report)]
     return [*lines, *slow(report), *_worth(report)]
 
 
@@ -120,11 +140,16 @@ def _sooner(report: Report, pair: Pair) -> str:
     text = f"{pair.name} reaches {target} after {mine:.1f} s{ours.note}"
     if not measured(theirs):
         return f"{text}; {pair.other_name} does {f'with {other} seeds only' if other.some else 'not'}."
-    text += f", {pair.other_name} after {theirs:.1f} s{other.note}: {_difference(mine, theirs)}"
+    return text + f", {pair.other_name} after {theirs:.1f} s{other.note}: {_difference(mine, theirs)}."
+
+
+def _limit(pair: Pair) -> str:
+    """Behind how much sooner ours is, where both get there."""
+    theirs = pair.other.get("time_to_target_seconds")
     limit = ratio({"x": pair.other.get("limit_to_target_seconds")}, {"x": theirs}, "x")
-    if limit is None:
-        return text + "."
-    return f"{text}. The limit is {1 - limit:.1%} less: {pair.other_name}'s tokens with all devices busy and no byte moved."
+    if limit is None or not measured(pair.ours.get("time_to_target_seconds")):
+        return ""
+    return f" The limit is {1 - limit:.1%} less: {pair.other_name}'s tokens with all devices busy and no byte moved."
 
 
 def _difference(mine: float, theirs: float) -> str:
@@ -146,8 +171,8 @@ def _against_tuned(report: Report, pair: Pair) -> list[str]:
     mine, theirs = pair.ours.get("time_to_target_seconds"), tuned.get("time_to_target_seconds")
     if not measured(mine) or not measured(theirs):
         return []
-    text = f"Against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): {_difference(mine, theirs)}"
-    text += reached(tuned).note
+    text = f"{pair.name} against {TUNED} (the best of three round lengths, here {tuned.get('is', '-')}): "
+    text += _difference(mine, theirs) + reached(tuned).note
     limit = ratio({"x": tuned.get("limit_to_target_seconds")}, {"x": theirs}, "x")
     return [text + (f"; the limit is {1 - limit:.1%} less." if limit is not None else ".")]
 
@@ -189,10 +214,10 @@ def _alone(report: Report, pair: Pair) -> list[str]:
     return [f"Time to the target against {REFERENCE}: {', '.join(said)}, both {signed(both)}."] if said and both else []
 
 
-def _one_site(report: Report, pair: Pair | None) -> list[str]:
+def _one_site(report: Report, pairs: list[Pair]) -> list[str]:
     """Whether many sites are sooner than one, which exchanges nothing."""
     said = []
-    for name in (pair.other_name, pair.name) if pair else report["methods"]:
+    for name in (pairs[0].other_name, *(pair.name for pair in pairs)) if pairs else report["methods"]:
         mine, alone = (report["methods"][name].get(key) for key in ("wall_seconds", "fastest_alone_seconds"))
         if measured(mine) and measured(alone) and alone:
             said.append(f"{name} {mine:.1f} s instead of {alone:.1f} s, {_difference(mine, alone)}")
@@ -242,9 +267,8 @@ def _worse(report: Report, pair: Pair) -> str:
             part = f"{percent(one['tokens_share'])} of the tokens, with {percent(one['speed_share'])} of the speed"
             worse.append(f"work for {one['site']} ({part})")
     text = f"Worse than {pair.other_name}: {listed(worse)}. Better: {listed(better)}."
-    tokens = ratio(pair.ours, pair.other, "tokens")
-    if tokens is not None and abs(tokens - 1) > UNEQUAL_TOKENS:
-        text += f" Final figures are not at equal tokens: {pair.name} trained {tokens:.3f} of {pair.other_name}'s."
+    if unequal := unequal_tokens(pair.ours, pair.other, pair.other_name):
+        text += f" Final figures are not at equal tokens: {pair.name} {unequal}."
     return text
 
 
