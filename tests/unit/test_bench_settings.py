@@ -253,9 +253,23 @@ def test_sites_of_one_region_without_a_rate_are_named(links: str, said: str, tmp
     assert "links.same_region_mbps" in note
 
 
-@pytest.mark.parametrize("links", ["same_region_mbps = 10000", 'pairs = [{ between = ["x", "x"], mbps = 3 }]\nmost_mbps = 100'])
+@pytest.mark.parametrize("links", ["same_region_mbps = 10000", 'pairs = [{ between = ["x", "x"], mbps = 3 }]'])
 def test_a_rate_inside_a_region_that_is_written_needs_no_note(links: str, tmp_path: Path) -> None:
-    assert own(tmp_path, ONE_REGION, links).notes() == []
+    assert own(tmp_path, ONE_REGION, f"most_mbps = 100\n{links}").notes() == []
+
+
+@pytest.mark.parametrize("links", ["", 'pairs = [{ between = ["a", "b"], rtt_ms = 30 }]', 'rtt_ms_file = "rtt.csv"'])
+def test_sites_of_two_regions_without_a_rate_are_named(links: str, tmp_path: Path) -> None:
+    (note,) = own(tmp_path, TWO, links).notes()
+    assert note.startswith("no rate is written for a and b: 1000 Mbit/s is assumed, and no delay unless one is written")
+    assert "links.most_mbps" in note
+
+
+@pytest.mark.parametrize("links",
+    ["most_mbps = 1000", "mbit_per_round_trip = 75", 'pairs = [{ between = ["a", "b"], mbps = 3 }]'],
+)
+def test_a_rate_between_regions_that_is_written_needs_no_note(links: str, tmp_path: Path) -> None:
+    assert own(tmp_path, TWO, links).notes() == []
 
 
 def test_a_reference_batch_that_a_site_cannot_take_is_said() -> None:

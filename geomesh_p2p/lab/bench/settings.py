@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -150,17 +150,19 @@ class Setting(Section):
         return self._assumed_rates() + self._lowered_batch()
 
     def _assumed_rates(self) -> list[str]:
-        """Nobody chose the rate of a way that same_region_mbps is for, where that is not written."""
-        if "same_region_mbps" in self.links.model_fields_set:
-            return []
-        assumed = [(a, b) for a, b in combinations(self.sites, 2) if _in_one_region(a, b) and not self._has_rate(a, b)]
-        if not assumed:
-            return []
-        a, b = assumed[0]
-        more = f" (nor for {len(assumed) - 1} more such pairs)" if len(assumed) > 1 else ""
-        rate = f"{self.links.same_region_mbps:g} Mbit/s is assumed, as in one data centre, and no delay unless a pair has one"
-        remedy = "write the pair in links.pairs, or links.same_region_mbps"
-        return [f"no rate is written for {a.name} and {b.name} in {a.region}{more}: {rate}; {remedy}"]
+        """Nobody chose the rate of a way that a default stands for."""
+        links, written = self.links, self.links.model_fields_set
+        unwritten = [(a, b) for a, b in combinations(self.sites, 2) if not self._has_rate(a, b)]
+        inside = [pair for pair in unwritten if _in_one_region(*pair)] if "same_region_mbps" not in written else []
+        ruled = written & {"most_mbps", "mbit_per_round_trip"}
+        between = [pair for pair in unwritten if not _in_one_region(*pair)] if not ruled else []
+        notes = []
+        if inside:
+            assumed = f"{links.same_region_mbps:g} Mbit/s is assumed, as in one data centre"
+            notes.append(_of_unwritten(inside, f" in {inside[0][0].region}", assumed, "same_region_mbps"))
+        if between:
+            notes.append(_of_unwritten(between, "", f"{links.most_mbps:g} Mbit/s is assumed", "most_mbps"))
+        return notes
 
     def _lowered_batch(self) -> list[str]:
         least = min(self.sites, key=lambda site: site.max_batch)
@@ -271,6 +273,13 @@ class Setting(Section):
 
 def _in_one_region(a: Place, b: Place) -> bool:
     return a.region == b.region != ""
+
+
+def _of_unwritten(pairs: Sequence[tuple[Place, Place]], where: str, assumed: str, key: str) -> str:
+    (a, b), *others = pairs
+    more = f" (nor for {len(others)} more such pairs)" if others else ""
+    remedy = f"write the pair in links.pairs, or links.{key}"
+    return f"no rate is written for {a.name} and {b.name}{where}{more}: {assumed}, and no delay unless one is written; {remedy}"
 
 
 def _milliseconds(text: str) -> float:
