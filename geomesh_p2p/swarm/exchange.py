@@ -92,6 +92,8 @@ class Exchange:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        self.concluded = False
+        """Whether the update's body is assembled: all that is left is to serve others."""
         self._first_byte_at: float | None = None
         self._sent_before = self._sent()
         self._received = self._moved = 0
@@ -103,6 +105,11 @@ class Exchange:
         self._known = dict(known or {})
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"exchange of round {self.plan.round}")
         self._task.add_done_callback(self._ended)
+
+    async def all_sent(self) -> None:
+        """Returns when nothing that was offered or asked for is left to be sent, or the exchange is stopped."""
+        while not self._stopped and (busy := [lane for lane in self._lanes.values() if not lane.idle.is_set()]):
+            await busy[0].idle.wait()
 
     async def stop(self, reason: str) -> None:
         """End, whatever the state: no task and no buffer is left when this returns."""
@@ -393,6 +400,7 @@ class Exchange:
         size = sum(buffer.size for buffer in body)
         part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None
         found = Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part, self._agreement)
+        self.concluded = True
         self._listener.assembled(found)
 
     async def _compare(self, contributors: tuple[Contribution, ...], payloads: list[Bytes], share: Range | None) -> None:

@@ -45,7 +45,8 @@ class DeskListeners:
 
 
 class ExchangeDesk:
-    """At most one exchange at a time, that of the newest plan accepted."""
+    """The exchange of the newest plan accepted, and what is still to be sent of that of the round before: a quorum goes on when
+    it has the update, and somebody over a slower way still lacks the end of it."""
 
     def __init__(self, me: PeerId, transport: Transport, store: Store, setup: ExchangeSetup, listeners: DeskListeners) -> None:
         self._me, self._transport, self._store, self._setup, self._listeners = me, transport, store, setup, listeners
@@ -53,6 +54,7 @@ class ExchangeDesk:
         self.dropped: Counter[str] = Counter()
         """Messages that went nowhere, by reason: those of exchanges that are over, duplicates, what was refused."""
         self._current: Exchange | None = None
+        self._before: Exchange | None = None
         self._bodies: dict[Digest, Body] = {}
         self._sending: Digest | None = None
         self._part_residual = PartResidual(setup.codec, setup.part_residual) if setup.codec.settings.residual else None
@@ -62,8 +64,13 @@ class ExchangeDesk:
     async def start(self, plan: Plan, rates: dict[PeerId, float], round_trip_seconds: float) -> None:
         """Begin with what has come already: early messages, and whole payloads of an earlier attempt of the round.
         `rates` are bytes per second to other members, where known; `round_trip_seconds` that to the farthest."""
-        known = self._current.payloads() if self._current is not None and self._current.plan.round == plan.round else {}
-        await self.stop("another attempt")
+        last, known = self._current, {}
+        if last is not None and last.plan.round < plan.round and last.concluded:
+            await self._stop_before("a later round")
+            self._before, self._current = last, None
+        elif last is not None:
+            known = last.payloads() if last.plan.round == plan.round else {}
+            await self.stop("another attempt", last.plan.digest)
         limits = replace(self._setup.limits, rates=rates, round_trip_seconds=round_trip_seconds)
         try:
             self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
@@ -75,13 +82,30 @@ class ExchangeDesk:
             self._current.receive(sender, message)
 
     async def stop(self, reason: str, plan: Digest | None = None) -> None:
-        """End the exchange (of `plan`, if given)."""
+        """End the exchange (of `plan`, if given; else that of the round before as well)."""
+        if plan is None or (self._before is not None and self._before.plan.digest == plan):
+            await self._stop_before(reason)
         exchange = self._current
         if exchange is not None and plan in (None, exchange.plan.digest):
             self._current = self._sending = None
-            self._inbox.close(exchange.plan.digest)
-            await exchange.stop(reason)
-            self.dropped.update(exchange.refusals)
+            await self._end(exchange, reason)
+
+    async def serve_out(self) -> None:
+        """Returns once the exchange of the round before has been sent, and is over."""
+        exchange = self._before
+        if exchange is not None:
+            await exchange.all_sent()
+            await self.stop("sent", exchange.plan.digest)
+
+    async def _stop_before(self, reason: str) -> None:
+        exchange, self._before = self._before, None
+        if exchange is not None:
+            await self._end(exchange, reason)
+
+    async def _end(self, exchange: Exchange, reason: str) -> None:
+        self._inbox.close(exchange.plan.digest)
+        await exchange.stop(reason)
+        self.dropped.update(exchange.refusals)
 
     def receive(self, sender: PeerId, message: ExchangeMessage) -> None:
         exchange = self._of(message.plan)
@@ -115,7 +139,10 @@ class ExchangeDesk:
         return plan.shares[plan.peers.index(self._me)] if plan.shares else None
 
     def _of(self, plan: Digest) -> Exchange | None:
-        return self._current if self._current is not None and self._current.plan.digest == plan else None
+        for exchange in (self._current, self._before):
+            if exchange is not None and exchange.plan.digest == plan:
+                return exchange
+        return None
 
     # ---------------------------------------------------------------- bodies
 

@@ -28,7 +28,10 @@ class Lane:
         self._chunk_bytes = chunk_bytes
         self._streams: dict[StreamKey, Outgoing] = {}
         self._wake = asyncio.Event()
-        self._failures = 0
+        self._under_way = self._failures = 0
+        self.idle = asyncio.Event()
+        """Set while everything that was offered is on its way."""
+        self.idle.set()
 
     def offer(self, key: StreamKey, payload: Digest, buffer: Bytes, ranges: Ranges) -> Outgoing:
         """Send the whole stream; returns it, so that less can be asked for. One that was offered before is left as it is."""
@@ -36,6 +39,7 @@ class Lane:
         if stream is None:
             stream = self._streams[key] = Outgoing(key, payload, buffer, ranges)
         self._wake.set()
+        self.idle.clear()
         return stream
 
     def acknowledge(self, key: StreamKey, offset: int) -> None:
@@ -48,10 +52,13 @@ class Lane:
         while True:
             piece = self._next()
             if piece is None:
+                if not self._under_way:
+                    self.idle.set()
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             stream, chunk = piece
+            self._under_way += 1
             try:
                 await self._transport.send_bulk(self.peer, chunk)
                 self._failures = 0
@@ -59,6 +66,8 @@ class Lane:
                 stream.again()
                 self._failures += 1
                 await asyncio.sleep(min(LAST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(self._failures, 10)))
+            finally:
+                self._under_way -= 1
 
     def _next(self) -> tuple[Outgoing, Chunk] | None:
         for stream in self._streams.values():
@@ -73,3 +82,4 @@ class Lane:
 
     def clear(self) -> None:
         self._streams.clear()
+        self.idle.set()

@@ -304,6 +304,7 @@ class Session:
                 self.bench.drop()
             case ev.StartExchange(plan):
                 await self.desk.start(plan, self._rates(), max(map(self.around.links.rtt_seconds, plan.peers)))
+                self._spawn(self.desk.serve_out())
             case ev.MemberFinished(plan_digest, contribution):
                 self.desk.member_finished(plan_digest, contribution)
             case ev.StopExchange(plan_digest, reason):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,25 @@ async def test_who_ends_its_exchange_after_the_commit_fetches_nothing(limit: flo
     planned = {e.plan.round: e.plan.exchange_seconds for e in peers[0].events if isinstance(e, obs.PlanAdopted)}
     took = {e.round: e.times.wan_idle for e in peers[0].events if isinstance(e, obs.RoundCommitted)}
     assert all(took[round] <= 1.1 * planned[round] for round in took)
+
+
+@virtual
+async def test_who_has_gone_on_still_sends_what_is_left_to_the_last(tmp_path: Path) -> None:
+    """A quorum commits and begins the next round; over the slowest way, c to d, a part of the mean is still to come."""
+    run = toy_run(topology="reduce", batch=4, inner_steps=64)
+    fields = run.run.model_copy(update={"rounds": 6, "min_peers": 4})
+    run = run.model_copy(update={"run": fields, "codec": run.codec.model_copy(update={"payload": "fp32"})})
+    network, limits = Network(latency_seconds=0.02), ExchangeLimits(chunk_bytes=CHUNK_BYTES)
+    peers = calm_mesh(tmp_path, list("abcd"), run, network, 0.25, PARAMETERS, limits=limits, timing=Timing())
+    for a, b in combinations(peers, 2):
+        network.set_link(a.peer, b.peer, bytes_per_second=200_000.0)
+    network.set_link(peers[2].peer, peers[3].peer, one_way=True, bytes_per_second=100_000.0)
+    for peer in peers:
+        peer.start([one.peer for one in peers])
+    await until(lambda: all(round_of(peer) >= 3 for peer in peers), 60_000, 0.5)
+    await stop(peers)
+    assert not [event for peer in peers for event in peer.events if isinstance(event, (obs.Given, obs.CaughtUpTo))]
+    waited = [
+        {e.round: e.times.wan_idle for e in peer.events if isinstance(e, obs.RoundCommitted)} for peer in (peers[2], peers[3])
+    ]
+    assert all(waited[1][round] > 1.3 * waited[0][round] for round in (1, 2, 3))  # d was still in it when c had gone on
