@@ -349,7 +349,7 @@ class Member:
 
     def wait_for_assembly(self, sender: PeerId, commit: Commit) -> None:
         """The exchange has as long again as it took others, or as was planned, for to fetch its update takes the links twice;
-        but only while some of it comes: others that have gone on send no more."""
+        but only while some of it comes: others that have gone on send what is left, and for so long only."""
         assert self.plan is not None
         if self.overtaken is None:
             seconds = max(self.plan.exchange_seconds, self.s.now - self.exchange_since)

@@ -94,6 +94,9 @@ class Exchange:
         self._stopped = False
         self.concluded = False
         """Whether the update's body is assembled: all that is left is to serve others."""
+        self.took_seconds = 0.0
+        """From the own contribution until then."""
+        self._contributed_at = 0.0
         self._first_byte_at: float | None = None
         self._sent_before = self._sent()
         self._received = self._moved = 0
@@ -146,7 +149,7 @@ class Exchange:
             raise ValueError(f"this peer has already contributed to round {self.plan.round}")
         if contribution.abstains != (payload is None):
             raise ValueError("a payload comes with a contribution that has tokens, and with no other")
-        self._own_payload, self._part_residual = payload, part_residual
+        self._own_payload, self._part_residual, self._contributed_at = payload, part_residual, self._now
         if payload is not None:
             if payload.size != self._codec.payload_bytes:
                 raise ValueError(f"the payload has {payload.size} bytes, the codec's have {self._codec.payload_bytes}")
@@ -400,7 +403,7 @@ class Exchange:
         size = sum(buffer.size for buffer in body)
         part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None
         found = Assembly(self.plan, contributors, tuple(body), state.digest(), size, mean, part, self._agreement)
-        self.concluded = True
+        self.concluded, self.took_seconds = True, self._now - self._contributed_at
         self._listener.assembled(found)
 
     async def _compare(self, contributors: tuple[Contribution, ...], payloads: list[Bytes], share: Range | None) -> None:

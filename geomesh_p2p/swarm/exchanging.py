@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,13 +66,14 @@ class ExchangeDesk:
     async def start(self, plan: Plan, rates: dict[PeerId, float], round_trip_seconds: float) -> None:
         """Begin with what has come already: early messages, and whole payloads of an earlier attempt of the round.
         `rates` are bytes per second to other members, where known; `round_trip_seconds` that to the farthest."""
-        last, known = self._current, {}
-        if last is not None and last.plan.round < plan.round and last.concluded:
-            await self._stop_before("a later round")
-            self._before, self._current = last, None
-        elif last is not None:
-            known = last.payloads() if last.plan.round == plan.round else {}
-            await self.stop("another attempt", last.plan.digest)
+        going, known = [one for one in (self._before, self._current) if one is not None], {}
+        kept = next((one for one in going if one.concluded and one.plan.round + 1 == plan.round), None)
+        self._before, self._current, self._sending = kept, None, None
+        for exchange in going:
+            if exchange.plan.round == plan.round:
+                known = exchange.payloads()
+            if exchange is not kept:
+                await self._end(exchange, "another attempt")
         limits = replace(self._setup.limits, rates=rates, round_trip_seconds=round_trip_seconds)
         try:
             self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
@@ -83,24 +86,25 @@ class ExchangeDesk:
 
     async def stop(self, reason: str, plan: Digest | None = None) -> None:
         """End the exchange (of `plan`, if given; else that of the round before as well)."""
-        if plan is None or (self._before is not None and self._before.plan.digest == plan):
-            await self._stop_before(reason)
-        exchange = self._current
-        if exchange is not None and plan in (None, exchange.plan.digest):
+        ending = [one for one in (self._current, self._before) if one is not None and plan in (None, one.plan.digest)]
+        if self._current in ending:
             self._current = self._sending = None
+        if self._before in ending:
+            self._before = None
+        for exchange in ending:
             await self._end(exchange, reason)
 
     async def serve_out(self) -> None:
-        """Returns once the exchange of the round before has been sent, and is over."""
+        """End the exchange of the round before once it is sent, or nobody waits for it any more. Whoever was overtaken by the
+        commit gives its own up after as long again as it took the others; then it fetches the update."""
         exchange = self._before
-        if exchange is not None:
-            await exchange.all_sent()
-            await self.stop("sent", exchange.plan.digest)
-
-    async def _stop_before(self, reason: str) -> None:
-        exchange, self._before = self._before, None
-        if exchange is not None:
-            await self._end(exchange, reason)
+        if exchange is None:
+            return
+        patience = max(exchange.plan.exchange_seconds, exchange.took_seconds) + self._setup.limits.deadline_seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await exchange.all_sent()
+        await self.stop("served", exchange.plan.digest)
 
     async def _end(self, exchange: Exchange, reason: str) -> None:
         self._inbox.close(exchange.plan.digest)

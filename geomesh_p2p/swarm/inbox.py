@@ -16,8 +16,9 @@ FRAME_BYTES = 512
 
 class ExchangeInbox:
     """Keeps early messages of plans that this peer has not accepted yet (a fast member sends before a slow one has heard
-    of the plan). At most `max_bytes` for each sender; the oldest plan gives way to a newer one. Messages of plans that are
-    over are dropped. What is dropped is no loss: the exchange asks for it again at its deadlines."""
+    of the plan). At most `max_bytes` for each sender, whose messages for another plan give way; of too many plans the oldest
+    does. Messages of plans that are over are dropped. What is dropped is no loss: the exchange asks for it again at its
+    deadlines."""
 
     def __init__(self, max_bytes: int, max_plans: int = 3) -> None:
         self._max_bytes = max_bytes
@@ -37,7 +38,7 @@ class ExchangeInbox:
     def keep(self, sender: PeerId, message: ExchangeMessage) -> bool:
         """False if `message` was dropped."""
         size = FRAME_BYTES + (len(message.data) if isinstance(message, Chunk) else 0)
-        if message.plan in self._over or self._bytes.get(sender, 0) + size > self._max_bytes:
+        if message.plan in self._over or not self._make_room(sender, message.plan, size):
             self.dropped += 1
             return False
         if message.plan not in self._kept and len(self._kept) >= self._max_plans:
@@ -45,6 +46,16 @@ class ExchangeInbox:
         self._kept.setdefault(message.plan, []).append((sender, message, size))
         self._bytes[sender] = self._bytes.get(sender, 0) + size
         return True
+
+    def _make_room(self, sender: PeerId, plan: Digest, size: int) -> bool:
+        """What `sender` sent for another plan may be of one that is over: nobody told a peer that has just come."""
+        for older, entries in self._kept.items():
+            if older != plan and self._bytes.get(sender, 0) + size > self._max_bytes:
+                stale = [entry for entry in entries if entry[0] == sender]
+                entries[:] = [entry for entry in entries if entry[0] != sender]
+                self._forget(stale)
+                self.dropped += len(stale)
+        return self._bytes.get(sender, 0) + size <= self._max_bytes
 
     def take(self, plan: Digest) -> list[tuple[PeerId, ExchangeMessage]]:
         """What was kept for `plan`, in the order of arrival; its exchange receives the rest itself."""
@@ -58,8 +69,11 @@ class ExchangeInbox:
 
     def _release(self, plan: Digest) -> list[tuple[PeerId, ExchangeMessage, int]]:
         entries = self._kept.pop(plan, [])
+        self._forget(entries)
+        return entries
+
+    def _forget(self, entries: list[tuple[PeerId, ExchangeMessage, int]]) -> None:
         for sender, _, size in entries:
             self._bytes[sender] -= size
             if not self._bytes[sender]:
                 del self._bytes[sender]
-        return entries

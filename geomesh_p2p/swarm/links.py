@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from geomesh_p2p.core.canonical import Digest
 from geomesh_p2p.core.messages import Chunk, ChunkAck
 from geomesh_p2p.core.types import Link, PeerId
 
@@ -20,23 +21,30 @@ LEAST_WEIGHT = 0.01          # at which the least round trip follows longer ones
 MIN_BUSY_SHARE = 0.05        # of the time that a transfer took, for its bytes alone
 MIN_SAMPLE_BYTES = 32 * 1024     # less says more about the delay than about the rate
 MIN_SAMPLE_SECONDS = 1e-4
+MOST_TRANSFERS = 2           # to one peer at a time: the end of a round's, and the next one's
 
 Key = tuple[str, PeerId, int]
 
 
 @dataclass
-class _Path:
-    """What is known of the way to one peer, and the transfer that is going on."""
+class _Transfer:
+    """What one plan sends to one peer, and what of it is being measured."""
 
-    rtt_seconds: float | None = None
-    least_rtt_seconds: float = 0.0     # without what waits in queues
-    bytes_per_second: float | None = None
-    plan: bytes = b""
     sent: dict[Key, int] = field(default_factory=dict)         # end of what was sent, by stream
     acknowledged: dict[Key, int] = field(default_factory=dict)
     busy_since: float | None = None
     last_news: float = 0.0
     busy_bytes: int = 0
+
+
+@dataclass
+class _Path:
+    """What is known of the way to one peer, and the transfers that are going on, by plan."""
+
+    rtt_seconds: float | None = None
+    least_rtt_seconds: float = 0.0     # without what waits in queues
+    bytes_per_second: float | None = None
+    transfers: dict[Digest, _Transfer] = field(default_factory=dict)
 
 
 class LinkTable:
@@ -68,40 +76,48 @@ class LinkTable:
     def sent(self, peer: PeerId, chunk: Chunk, now: float) -> None:
         """`chunk` is about to be handed to the stream."""
         path = self._path(peer)
-        if chunk.plan != path.plan:
-            self._close(peer, path)
-            path.plan, path.sent, path.acknowledged = chunk.plan, {}, {}
+        transfer = path.transfers.get(chunk.plan) or self._begin(peer, path, chunk.plan)
         key = (chunk.kind, chunk.owner, chunk.share)
-        path.sent[key] = max(path.sent.get(key, 0), chunk.offset + len(chunk.data))
-        if path.busy_since is None:
-            path.busy_since = path.last_news = now
+        transfer.sent[key] = max(transfer.sent.get(key, 0), chunk.offset + len(chunk.data))
+        if transfer.busy_since is None:
+            transfer.busy_since = transfer.last_news = now
+
+    def _begin(self, peer: PeerId, path: _Path, plan: Digest) -> _Transfer:
+        """What is under way for another plan is given up, as a rule: if not, it is measured anew from its next chunk on."""
+        for transfer in path.transfers.values():
+            self._close(peer, path, transfer)
+        while len(path.transfers) >= MOST_TRANSFERS:
+            del path.transfers[next(iter(path.transfers))]
+        return path.transfers.setdefault(plan, _Transfer())
 
     def acknowledged(self, peer: PeerId, ack: ChunkAck, now: float) -> None:
         path = self._path(peer)
-        key = (ack.kind, ack.owner, ack.share)
-        if ack.plan != path.plan or key not in path.sent or path.busy_since is None:
+        transfer, key = path.transfers.get(ack.plan), (ack.kind, ack.owner, ack.share)
+        if transfer is None or key not in transfer.sent:
             return
-        before, upto = path.acknowledged.get(key, 0), min(ack.offset, path.sent[key])
+        before, upto = transfer.acknowledged.get(key, 0), min(ack.offset, transfer.sent[key])
         if upto <= before:
             return
-        path.acknowledged[key] = upto
-        path.busy_bytes += upto - before
-        path.last_news = now
-        if all(path.acknowledged.get(stream, 0) >= end for stream, end in path.sent.items()):
-            self._close(peer, path)
+        transfer.acknowledged[key] = upto
+        if transfer.busy_since is None:
+            return
+        transfer.busy_bytes += upto - before
+        transfer.last_news = now
+        if all(transfer.acknowledged.get(stream, 0) >= end for stream, end in transfer.sent.items()):
+            self._close(peer, path, transfer)
 
-    def _close(self, peer: PeerId, path: _Path) -> None:
+    def _close(self, peer: PeerId, path: _Path, transfer: _Transfer) -> None:
         """The transfer is over, or was given up: then it counts up to its last acknowledgement."""
-        if path.busy_since is not None and path.busy_bytes >= MIN_SAMPLE_BYTES:
-            busy = path.last_news - path.busy_since
+        if transfer.busy_since is not None and transfer.busy_bytes >= MIN_SAMPLE_BYTES:
+            busy = transfer.last_news - transfer.busy_since
             # The round trip may be longer than all of the transfer, if heartbeats waited behind bulk: the least one counts.
             seconds = max(busy - path.least_rtt_seconds, busy * MIN_BUSY_SHARE, MIN_SAMPLE_SECONDS)
-            rate = min(path.busy_bytes / seconds, self.upload_bytes_per_second or math.inf)
+            rate = min(transfer.busy_bytes / seconds, self.upload_bytes_per_second or math.inf)
             is_news, path.bytes_per_second = path.bytes_per_second is None, _smoothed(path.bytes_per_second, rate, RATE_WEIGHT)
             self._on_rate(peer, rate)
             if is_news:
                 self.on_news()
-        path.busy_since, path.busy_bytes = None, 0
+        transfer.busy_since, transfer.busy_bytes = None, 0
 
     def rtt_seconds(self, peer: PeerId) -> float:
         """Smoothed; 0 if nothing was heard yet."""
@@ -120,7 +136,7 @@ class LinkTable:
     def outstanding(self, peer: PeerId) -> bool:
         """Whether something sent to `peer` has not been acknowledged yet."""
         path = self._paths.get(peer)
-        return path is not None and path.busy_since is not None
+        return path is not None and any(transfer.busy_since is not None for transfer in path.transfers.values())
 
     def links_from(self, me: PeerId) -> tuple[Link, ...]:
         """The ways whose rate has been measured, ordered by peer id."""

@@ -139,6 +139,7 @@ class Session:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.desk.stop("shutdown")  # what was about to begin meanwhile
             self.bench.drop()
             ended_well = self.outcome is not None and self.outcome[0] in self._good_ends
             if ended_well and self._anchor_at.round not in self.around.snapshots.rounds():

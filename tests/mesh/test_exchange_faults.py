@@ -611,6 +611,18 @@ def ack(plan: bytes, offset: int = 0) -> ChunkAck:
     return ChunkAck(plan, "contribution", "a", 0, offset)
 
 
+def test_what_is_kept_of_a_plan_that_is_over_gives_way_to_its_senders_next_one() -> None:
+    """A peer that has just come does not know that a plan is over, whose last chunks still arrive."""
+    inbox = ExchangeInbox(max_bytes=2_000)
+    old, new = b"1" * 32, b"2" * 32
+    assert [inbox.keep("a", ack(old, at)) for at in range(3)] == [True, True, True]
+    assert inbox.keep("b", ack(old))
+    assert inbox.keep("a", ack(new))
+    assert inbox.take(new) == [("a", ack(new))]
+    assert inbox.take(old) == [("b", ack(old))]
+    assert (inbox.bytes, inbox.dropped) == (0, 3)
+
+
 def test_the_inbox_is_bounded_for_each_sender_and_in_plans() -> None:
     inbox = ExchangeInbox(max_bytes=2_000, max_plans=2)
     one, two, three = b"1" * 32, b"2" * 32, b"3" * 32

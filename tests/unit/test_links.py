@@ -113,3 +113,41 @@ def test_heartbeats_that_waited_behind_bulk_make_no_link_fast() -> None:
     alone.round_trip("b", 1.0)
     transfer(alone, 0.0, 1000 * KIB, 0.5)
     assert alone.bytes_per_second("b") == pytest.approx(20 * 1000 * KIB / 0.5)
+
+
+def test_two_plans_that_send_in_turn_are_measured_apart() -> None:
+    """The end of a round's exchange and the next one's beginning: what was acknowledged before does not count again."""
+    rates: list[float] = []
+    links, now, size, other = LinkTable(lambda _, rate: rates.append(rate)), 0.0, 131_072, b"o" * 32
+    for count in range(64):
+        links.sent("b", chunk(count * size, size), now)
+        if count % 4 == 3:
+            links.sent("b", chunk((count // 4) * size, size, plan=other), now)
+            now += size / 100_000.0
+            links.acknowledged("b", ack((count // 4 + 1) * size, plan=other), now)
+        now += size / 100_000.0
+        if count != 40:
+            links.acknowledged("b", ack((count + 1) * size), now)
+    assert rates
+    assert all(20_000.0 <= rate <= 101_000.0 for rate in rates), rates
+
+
+def test_bytes_of_a_plan_given_up_do_not_count_once_it_goes_on() -> None:
+    rates: list[float] = []
+    links, size, other = LinkTable(lambda _, rate: rates.append(rate)), 1_000_000, b"o" * 32
+    links.sent("b", chunk(0, size), 0.0)
+    links.sent("b", chunk(0, 1_000, plan=other), 5.0)  # closes what was measured: nothing yet
+    links.acknowledged("b", ack(size), 10.0)           # nobody measures now
+    links.sent("b", chunk(size, 100_000), 11.0)
+    links.acknowledged("b", ack(size + 100_000), 12.0)
+    assert rates == [pytest.approx(100_000.0)]
+
+
+def test_of_many_plans_only_the_newest_are_followed() -> None:
+    links = LinkTable()
+    for round in range(50):
+        links.sent("b", chunk(0, 1_000, plan=bytes([round]) * 32), float(round))
+    assert links.outstanding("b")
+    for round in (48, 49):
+        links.acknowledged("b", ack(1_000, plan=bytes([round]) * 32), 50.0)
+    assert not links.outstanding("b")
