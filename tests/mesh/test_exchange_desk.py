@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from geomesh_p2p.core.types import Plan
 from geomesh_p2p.swarm.exchange import ExchangeLimits
 from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSetup
 from geomesh_p2p.swarm.memory import Network
-from geomesh_p2p.swarm.virtual_time import run_virtual
+from tests.mesh.calm import virtual
 from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, CodecSection, ExchangeCodec, contribution_of, payload_of, plan_for
 
 
@@ -44,72 +46,69 @@ class Alone:
         return [round for round in range(1, 10) if self.desk._of(self.plan(round).digest) is not None]
 
 
-def alone(test: Any) -> Any:
-    def run() -> None:
-        async def main() -> None:
-            mesh = Alone()
-            await mesh.transport.start(lambda *_: None, None)  # type: ignore[arg-type, return-value]
-            try:
-                await test(mesh)
-            finally:
-                await mesh.desk.stop("end")
-                await mesh.transport.stop()
-
-        run_virtual(main())
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
+@asynccontextmanager
+async def alone() -> AsyncIterator[Alone]:
+    mesh = Alone()
+    await mesh.transport.start(lambda *_: None, None)  # type: ignore[arg-type, return-value]
+    try:
+        yield mesh
+    finally:
+        await mesh.desk.stop("end")
+        await mesh.transport.stop()
 
 
-@alone
-async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer(mesh: Alone) -> None:
-    await mesh.start(3)
-    await mesh.conclude(3)
-    await mesh.start(4)
-    assert mesh.rounds() == [3, 4]
-    await mesh.start(4)  # a further attempt
-    assert mesh.rounds() == [3, 4]
-    await mesh.start(5)
-    assert mesh.rounds() == [5]  # that of round 4 never had its update
+@virtual
+async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer() -> None:
+    async with alone() as mesh:
+        await mesh.start(3)
+        await mesh.conclude(3)
+        await mesh.start(4)
+        assert mesh.rounds() == [3, 4]
+        await mesh.start(4)  # a further attempt
+        assert mesh.rounds() == [3, 4]
+        await mesh.start(5)
+        assert mesh.rounds() == [5]  # that of round 4 never had its update
 
 
-@alone
-async def test_after_rounds_that_were_caught_up_with_nothing_stays(mesh: Alone) -> None:
-    await mesh.start(3)
-    await mesh.conclude(3)
-    await mesh.start(4)
-    await mesh.desk.stop("committed", mesh.plan(4).digest)
-    await mesh.start(5)
-    assert mesh.rounds() == [5]
+@virtual
+async def test_after_rounds_that_were_caught_up_with_nothing_stays() -> None:
+    async with alone() as mesh:
+        await mesh.start(3)
+        await mesh.conclude(3)
+        await mesh.start(4)
+        await mesh.desk.stop("committed", mesh.plan(4).digest)
+        await mesh.start(5)
+        assert mesh.rounds() == [5]
 
 
-@alone
-async def test_who_has_died_is_served_for_as_long_as_it_would_wait(mesh: Alone) -> None:
-    await mesh.start(3)
-    await mesh.conclude(3)
-    await mesh.start(4)
-    serving = asyncio.create_task(mesh.desk.serve_out())
-    await asyncio.sleep(mesh.limits.deadline_seconds / 2)
-    assert mesh.rounds() == [3, 4]
-    began = asyncio.get_running_loop().time()
-    await serving
-    assert mesh.rounds() == [4]
-    assert asyncio.get_running_loop().time() - began <= mesh.plan(3).exchange_seconds + mesh.limits.deadline_seconds
+@virtual
+async def test_who_has_died_is_served_for_as_long_as_it_would_wait() -> None:
+    async with alone() as mesh:
+        await mesh.start(3)
+        await mesh.conclude(3)
+        await mesh.start(4)
+        serving = asyncio.create_task(mesh.desk.serve_out())
+        await asyncio.sleep(mesh.limits.deadline_seconds / 2)
+        assert mesh.rounds() == [3, 4]
+        began = asyncio.get_running_loop().time()
+        await serving
+        assert mesh.rounds() == [4]
+        assert asyncio.get_running_loop().time() - began <= mesh.plan(3).exchange_seconds + mesh.limits.deadline_seconds
 
 
-@alone
-async def test_what_begins_while_the_desk_is_closed_is_closed_too(mesh: Alone) -> None:
+@virtual
+async def test_what_begins_while_the_desk_is_closed_is_closed_too() -> None:
     """As a session ends: the desk is stopped, then whoever was about to begin an exchange, then the desk once more."""
-    for round in (3, 4):
-        await mesh.start(round)
-        await mesh.conclude(round)
-    beginning = asyncio.create_task(mesh.start(5))
-    await asyncio.sleep(0)
-    await mesh.desk.stop("shutdown")
-    beginning.cancel()
-    await asyncio.gather(beginning, return_exceptions=True)
-    await mesh.desk.stop("shutdown")
-    assert mesh.rounds() == []
-    await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
-    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")] == []
+    async with alone() as mesh:
+        for round in (3, 4):
+            await mesh.start(round)
+            await mesh.conclude(round)
+        beginning = asyncio.create_task(mesh.start(5))
+        await asyncio.sleep(0)
+        await mesh.desk.stop("shutdown")
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
+        await mesh.desk.stop("shutdown")
+        assert mesh.rounds() == []
+        await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")] == []

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError, GeoMeshError, of_os_error
 from geomesh_p2p.lab.bench import real
-from geomesh_p2p.lab.bench.methods import DEFAULT_METHODS, GROUPS, TUNED, TUNED_LENGTHS, method_of, with_default_outer
+from geomesh_p2p.lab.bench.methods import DEFAULT_METHODS, GROUPS, TUNED_LENGTHS, method_of, with_default_outer
 from geomesh_p2p.lab.bench.quality import check_items
-from geomesh_p2p.lab.bench.report.figures import finite, listed, measured, number, of_seeds, reached
+from geomesh_p2p.lab.bench.report.figures import TUNED, finite, listed, measured, number, of_seeds, reached
 from geomesh_p2p.lab.bench.report.pages import write
 from geomesh_p2p.lab.bench.results import REFERENCE, Outcome, summary
 from geomesh_p2p.lab.bench.runner import Failed, jobs, play_all, varied

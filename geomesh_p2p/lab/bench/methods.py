@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from geomesh_p2p.config import RunConfig
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab.bench.report.figures import TUNED
 from geomesh_p2p.lab.bench.settings import Setting
 
 Kind = Literal["rounds", "gradients", "async"]
@@ -123,7 +124,6 @@ def _methods() -> tuple[Method, ...]:
 
 
 METHODS = {method.name: method for method in _methods()}
-TUNED = "diloco-tuned-H"
 TUNED_LENGTHS = ("diloco", "diloco-2x", "diloco-4x")
 """What diloco-tuned-H is the best of."""
 GROUPS = {TUNED: TUNED_LENGTHS, "all": tuple(METHODS)}
