@@ -10,6 +10,7 @@ subnormal numbers kept (a library built with -ffast-math may switch them off for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from geomesh_p2p.config import CodecSection, OuterSection
 from geomesh_p2p.core.codec import CHUNK, Layout, Mean, Part, part_bytes, payload_bytes
+from geomesh_p2p.core.section import Bytes
 from geomesh_p2p.core.types import Update
 from geomesh_p2p.errors import DataError
 
@@ -79,32 +81,40 @@ def apply_update(
     """Folds one committed update into the state. Without contributors nothing moves, momentum neither.
 
     `body` is any buffer of bytes: a gather's payloads in contributor order, or a reduce's parts in share order (only shares
-    that are not empty). Raises, before anything moved, ValueError if its length does not fit and DataError if this thread's
-    arithmetic is not that of the others."""
+    that are not empty); or a list of those payloads or parts. Raises, before anything moved, ValueError if its length does not
+    fit and DataError if this thread's arithmetic is not that of the others."""
     if np.array([2**-126], np.float32)[0] * np.float32(0.5) == 0:
         raise DataError(
             "this process flushes subnormal numbers to zero, so its weights would part from the others': find the library that "
             "was built with -ffast-math, or call torch.set_flush_denormal(False) after loading it"
         )
-    data = np.frombuffer(body, np.uint8)
+    buffers = [np.frombuffer(one, np.uint8) for one in (body if isinstance(body, list) else [body])]
     if not update.contributors:
-        if data.size:
-            raise ValueError(f"round {update.round} has no contributors but a body of {data.size} bytes")
+        if found := sum(buffer.size for buffer in buffers):
+            raise ValueError(f"round {update.round} has no contributors but a body of {found} bytes")
         return
     if update.topology == "gather":
-        size = payload_bytes(layout, codec)
-        _check_size(update, data.size, size * len(update.contributors))
-        payloads = [data[at : at + size] for at in range(0, data.size, size)]
+        payloads = _cut(buffers, [payload_bytes(layout, codec)] * len(update.contributors), update.round)
         mean = Mean(layout, codec, payloads, [c.tokens for c in update.contributors])
         _fold(state, outer, mean, 0, layout.parameters)
         return
     shares = [(share.start, share.stop) for share in update.shares if share.start < share.stop]
     if [start for start, _ in shares] + [layout.parameters] != [0] + [stop for _, stop in shares]:
         raise ValueError(f"the shares of round {update.round} do not cover the {layout.parameters} parameters in order")
-    ends = list(accumulate(part_bytes(layout, codec, start, stop) for start, stop in shares))
-    _check_size(update, data.size, ends[-1])
-    for (start, stop), begin, end in zip(shares, [0, *ends], ends, strict=False):
-        _fold(state, outer, Part(layout, codec, data[begin:end], start, stop), start, stop)
+    parts = _cut(buffers, [part_bytes(layout, codec, start, stop) for start, stop in shares], update.round)
+    for (start, stop), part in zip(shares, parts, strict=True):
+        _fold(state, outer, Part(layout, codec, part, start, stop), start, stop)
+
+
+def _cut(buffers: list[Bytes], sizes: Sequence[int], round: int) -> list[Bytes]:
+    """The payloads or parts, of `sizes` bytes, that a body consists of, whether it came whole or as these. Copies nothing."""
+    found = [buffer.size for buffer in buffers]
+    if found == list(sizes):
+        return buffers
+    if len(found) > 1 or sum(found) != sum(sizes):
+        is_, wanted = f"{sum(found)} bytes in {len(found)}", f"{sum(sizes)} in 1 or {len(sizes)}"
+        raise ValueError(f"the body of round {round} has {is_} buffers, not {wanted}")
+    return [buffers[0][end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _fold(state: OuterState, outer: OuterSection, mean: Mean | Part, start: int, stop: int) -> None:
@@ -112,8 +122,3 @@ def _fold(state: OuterState, outer: OuterSection, mean: Mean | Part, start: int,
     for begin in range(start, stop, CHUNK):
         end = min(begin + CHUNK, stop)
         apply_mean(state, mean.read(begin, end, scratch[: end - begin]), begin, end, outer)
-
-
-def _check_size(update: Update, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise ValueError(f"the body of round {update.round} has {found} bytes, not {wanted}")

@@ -374,7 +374,8 @@ class FoldUpdate:
     """`update` is committed: fold it into the anchor and go on from there."""
 
     update: Update
-    body: bytes | memoryview
+    body: Any
+    """A buffer of the update's bytes, or a list of the buffers that they came in (core/outer.py)."""
     own_payload: Any
 
 

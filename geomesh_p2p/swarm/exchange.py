@@ -389,16 +389,14 @@ class Exchange:
         contributors = self.contributors
         assert contributors is not None
         mean = await self._reduce_share(contributors) if isinstance(self._streams, Reduce) and contributors else None
-        if isinstance(self._streams, Gather) and contributors:
-            keys = self._streams.body(contributors)
-            await self._until(lambda: all(key in self._stored for key in keys))
-            await self._compare(contributors, [self._stored[key].buffer for key in keys], None)
-        state, body = hashlib.blake2b(digest_size=DIGEST_BYTES), []
-        for key in self._streams.body(contributors):
+        state, body = hashlib.blake2b(digest_size=DIGEST_BYTES), list[Bytes]()
+        for key in self._streams.body(contributors):  # hashed in order as they come, while later ones are on their way
             await self._until(partial(self._stored.__contains__, key))
             body.append(self._stored[key].buffer)
             await self._check_part(key, body[-1])
             await self._offload(partial(state.update, body[-1].data))
+        if isinstance(self._streams, Gather) and contributors:
+            await self._compare(contributors, body, None)
         await self._until(lambda: not self._unequal and not self._rejected)
         size = sum(buffer.size for buffer in body)
         part = self._stored[self._streams.own_part].buffer if mean is not None and isinstance(self._streams, Reduce) else None

@@ -340,7 +340,7 @@ class Session:
         self.book.committed(update, self.replica.term, leader, state.tokens)
         self.around.membership.me.round, self.around.membership.me.digest = update.round, update.digest
         if update.rollback is None:
-            self.bench.put(FoldUpdate(update, body[0] if len(body) == 1 else b"".join(body), own))
+            self.bench.put(FoldUpdate(update, body, own))
         else:
             self._going_back.went_back(update.rollback.to_round)
             self.bench.put(RollBack(update, partial(self.around.past, trusting=True)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +220,31 @@ def test_heavy_work_may_run_in_threads(topology: str) -> None:
             mesh.finish_all()
             await mesh.all_assembled()
             assert_all_equal(mesh)
+
+    run_virtual(main())
+
+
+def test_what_came_is_hashed_while_the_rest_is_on_its_way() -> None:
+    async def main() -> None:
+        hashed: list[tuple[float, int]] = []
+        loop = asyncio.get_running_loop()
+
+        async def noting(job: Callable[[], Any]) -> Any:
+            if isinstance(job, partial) and getattr(job.func, "__name__", "") == "update":
+                hashed.append((loop.time(), len(job.args[0])))
+            return job()
+
+        network = Network(latency_seconds=0.01)
+        async with Mesh(plan_for(4, "gather"), network, offload=noting) as mesh:
+            for other in mesh.plan.peers[:3]:  # what comes last in the body takes a second
+                network.set_link("peer-3", other, one_way=True, bytes_per_second=mesh.codec.payload_bytes)
+            mesh.start()
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert [size for _, size in hashed] == [mesh.codec.payload_bytes] * 16
+            end = loop.time()
+            assert sum(at > end - 0.5 for at, _ in hashed) == 3  # at three peers the slow stream alone
 
     run_virtual(main())
 

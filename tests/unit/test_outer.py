@@ -245,6 +245,24 @@ def test_a_body_that_does_not_fit_is_refused_before_anything_moves(make) -> None
     assert same(state, founded())
 
 
+@pytest.mark.parametrize("make", [gathered, reduced])
+def test_a_body_may_come_as_the_payloads_or_parts_that_it_is_made_of(make) -> None:  # type: ignore[no-untyped-def]
+    section = CodecSection()
+    update, body = make(section, 1)
+    shares = [(share.start, share.stop) for share in update.shares if len(share)]
+    sizes = [codec.part_bytes(LAYOUT, section, *share) for share in shares] or [codec.payload_bytes(LAYOUT, section)] * 3
+    ends = np.cumsum(sizes)
+    pieces = [body[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    assert len(pieces) == 3
+    assert b"".join(pieces) == body
+    state = founded()
+    outer.apply_update(state, LAYOUT, section, OuterSection(), update, pieces)
+    assert same(state, fold(founded(), update, body, section, OuterSection()))
+    for wrong in (pieces[:-1], [pieces[0], pieces[1] + pieces[2]], [*pieces, b"x"], []):
+        with pytest.raises(ValueError, match=f"{sum(map(len, wrong))} bytes in {len(wrong)}"):
+            outer.apply_update(founded(), LAYOUT, section, OuterSection(), update, wrong)
+
+
 def test_arithmetic_that_differs_from_the_others_is_refused() -> None:
     state = founded()
     update, body = gathered(CodecSection(), 1)
