@@ -42,7 +42,7 @@ class DeskListeners:
 
     assembled: Callable[[Assembly], None]
     lost: Callable[[Plan, tuple[PeerId, ...], str], None]
-    refused: Callable[[PeerId, str], None]
+    refused: Callable[[Plan, PeerId, str], None]
     failed: Callable[[BaseException], None]
 
 
@@ -78,7 +78,7 @@ class ExchangeDesk:
         try:
             self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
         except ValueError as error:  # shares that are none of this model's: the plan's maker is at fault, not this peer
-            self._listeners.refused(plan.term.candidate, f"a plan whose shares do not fit: {error}")
+            self._listeners.refused(plan, plan.term.candidate, f"a plan whose shares do not fit: {error}")
             return
         self._current.start(known)
         for sender, message in self._inbox.take(plan.digest):
@@ -202,7 +202,7 @@ class _Ears:
         self._listeners.lost(self._plan, peers, "averaged other contributions than this peer knows of")
 
     def refused(self, peer: PeerId, reason: str) -> None:
-        self._listeners.refused(peer, reason)
+        self._listeners.refused(self._plan, peer, reason)
 
     def rejected(self, peer: PeerId, reason: str) -> None:
         self._listeners.lost(self._plan, (peer,), f"sent {reason}")

@@ -495,13 +495,10 @@ class Session:
         self.around.observe(obs.Warned("exchange_late", f"round {plan.round}, attempt {plan.attempt}: {sites}: {why}"))
         self._put(ev.ExchangeLost(plan.digest, peers))
 
-    def _refused(self, peer: PeerId, reason: str) -> None:
-        self.around.observe(obs.Warned("refused_bytes", f"{self.around.membership.site_of(peer)} sent {reason}"))
-        self._blame(peer, reason)
-
-    def _blame(self, peer: PeerId, reason: str) -> None:
-        site, round = self.around.membership.site_of(peer), self.replica.round + 1
-        self.around.history("blame", {"peer_id": peer, "peer_site": site, "round": round, "reason": reason})
+    def _refused(self, plan: Plan, peer: PeerId, reason: str) -> None:
+        site = self.around.membership.site_of(peer)
+        self.around.observe(obs.Warned("refused_bytes", f"{site} sent {reason}"))
+        self.around.history("blame", {"peer_id": peer, "peer_site": site, "round": plan.round, "reason": reason})
 
     # ---------------------------------------------------------------- what the algorithm says
 

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from geomesh_p2p.core.types import Plan
+from geomesh_p2p.core.messages import ChunkWanted
+from geomesh_p2p.core.types import Plan, Range
+from geomesh_p2p.swarm.chunks import CONTRIBUTION
 from geomesh_p2p.swarm.exchange import ExchangeLimits
 from geomesh_p2p.swarm.exchanging import DeskListeners, ExchangeDesk, ExchangeSetup
 from geomesh_p2p.swarm.memory import Network
@@ -23,8 +25,12 @@ class Alone:
         self.transport = Network().transport("peer-0")
         self.limits = ExchangeLimits(chunk_bytes=CHUNK_BYTES)
         setup = ExchangeSetup(ExchangeCodec(LAYOUT, CodecSection()), self.limits, 2**20)
-        deaf = DeskListeners(lambda _: None, lambda *_: None, lambda *_: None, lambda _: None)
-        self.desk = ExchangeDesk("peer-0", self.transport, Any, setup, deaf)  # type: ignore[arg-type]
+        self.refused: list[tuple[int, str, str]] = []
+        ears = DeskListeners(lambda _: None, lambda *_: None, self._refused, lambda _: None)
+        self.desk = ExchangeDesk("peer-0", self.transport, Any, setup, ears)  # type: ignore[arg-type]
+
+    def _refused(self, plan: Plan, peer: str, reason: str) -> None:
+        self.refused.append((plan.round, peer, reason))
 
     async def start(self, round: int) -> None:
         await self.desk.start(self.plan(round), {}, 0.0)
@@ -68,6 +74,19 @@ async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer() -> Non
         assert mesh.rounds() == [3, 4]
         await mesh.start(5)
         assert mesh.rounds() == [5]  # that of round 4 never had its update
+
+
+@virtual
+async def test_what_is_refused_in_an_exchange_is_told_with_its_round() -> None:
+    async with alone() as mesh:
+        await mesh.start(3)
+        await mesh.conclude(3)
+        await mesh.start(4)
+        await mesh.conclude(4)
+        for round in (3, 4):
+            nonsense = ChunkWanted(mesh.plan(round).digest, CONTRIBUTION, "peer-0", 0, (Range(5, 5),))
+            mesh.desk.receive("peer-1", nonsense)
+        assert mesh.refused == [(round, "peer-1", "a request that does not fit") for round in (3, 4)]
 
 
 @virtual

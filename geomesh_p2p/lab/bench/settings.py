@@ -301,4 +301,7 @@ def load_setting(name: str) -> Setting:
         near = difflib.get_close_matches(name, shipped(), n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own")
-    return checked(Setting, {**read_toml(path), "name": path.stem, "folder": str(path.parent)}, str(path))
+    given = read_toml(path)
+    if taken := {"name", "folder"} & given.keys():
+        raise ConfigError(f"{path}: {sorted(taken)[0]!r} is not for the file to say: a setting is called as its file is")
+    return checked(Setting, {**given, "name": path.stem, "folder": str(path.parent)}, str(path))
