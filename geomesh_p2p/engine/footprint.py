@@ -84,7 +84,7 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
         Part("outer momentum", copy, certain=True),
         Part(f"activations of {sequences} sequences", sequences * activation_bytes(run.model, shape), on_device=True),
         Part("copies while measuring" if measures else "copies while joining", copy + moments if measures else 2 * copy),
-        Part(f"exchange among {peers}", (peers + 6) * payload),
+        Part(f"exchange among {peers}, while the one before is sent out", (2 * peers + 6) * payload),
         Part("corpus", corpus_bytes),
         Part("libraries and the daemon", RUNTIME_BYTES + (CUDA_RUNTIME_BYTES if cuda else 0)),
     ]

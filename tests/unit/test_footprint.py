@@ -137,6 +137,8 @@ def test_the_parts_follow_the_settings() -> None:
     assert parts(lion)["moments of lion"].size_bytes == copy
     assert "copies while measuring" in parts(run)
     assert "copies while joining" in parts(run, EMULATED)
+    exchanges = next(part for what, part in parts(run).items() if what.startswith("exchange among 8"))
+    assert exchanges.size_bytes > 2 * 8 * shape.parameters / 8  # what eight sent, twice: the round before is still being served
     assert "residual" not in parts(run)
     residual = run.model_copy(update={"codec": CodecSection(residual=True)})
     assert parts(residual)["residual"].size_bytes == 2 * copy
