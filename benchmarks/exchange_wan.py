@@ -7,6 +7,10 @@ trips and rates. All finish their training at the same time, so nothing of an ex
 exchange is the product's own figure, from the last member's finish until the update is folded, encoding included, at the peer
 where it took longest: votes and commit are in it. The limit has one hop for a gather and two for a reduce, of whole round trips
 (bytes need half of one); each hop takes as long as its worst pair. Rounds count from --from-round on. Prints JSON.
+
+held_ratio   from the last member's contribution until every member has all bytes, checked and on disk, by the same limit
+tie_breaker  the site of the lowest id: of four voters two are enough for a commit if it is one of them, else it takes three.
+             Where two sites are near each other and two far away, that is half a round trip more or less
 """
 
 from __future__ import annotations
@@ -61,14 +65,21 @@ def limit_seconds(plan: Mapping[str, Any], parameters: int, rates: Mapping[tuple
 
 
 def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
-    """Committed rounds with their plan, and each peer's seconds from the last finish to the fold."""
+    """Committed rounds with their plan, each peer's seconds from the last finish to the fold, and the seconds from the last
+    contribution until all hold the update (None where a commit was quicker than that)."""
     plans: dict[int, dict[str, Any]] = {}
     told: dict[int, dict[str, dict[str, Any]]] = {}
+    contributed: dict[int, dict[str, float]] = {}
+    held: dict[int, dict[str, float]] = {}
     for site in sites:
         for line in read_lines(folder / site / "metrics.jsonl"):
             event = json.loads(line)
             if event["kind"] == "plan":
                 plans[event["plan"]["round"]] = event["plan"]
+            elif event["kind"] == "phase" and event["phase"] in ("straggler_idle", "exchange", "commit"):
+                contributed.setdefault(event["round"], {}).setdefault(site, event["time"])
+                if event["phase"] == "commit":
+                    held.setdefault(event["round"], {}).setdefault(site, event["time"])
             elif event["kind"] == "round" and event["contributors"]:
                 told.setdefault(event["round"], {})[site] = event
     found = []
@@ -76,7 +87,9 @@ def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
         if len(events) == len(sites) and all(len(event["members"]) == len(sites) for event in events.values()):
             seconds = {site: event["times"]["wan_idle"] + event["times"]["codec"] for site, event in events.items()}
             attempt = next(iter(events.values()))["attempt"]
-            found.append({"round": number, "plan": plans[number], "attempt": attempt, "seconds": seconds})
+            all_hold = held.get(number, {}).keys() == set(sites)
+            held_seconds = max(held[number].values()) - max(contributed[number].values()) if all_hold else None
+            found.append({"round": number, "plan": plans[number], "attempt": attempt, "seconds": seconds, "held": held_seconds})
     return found
 
 
@@ -112,14 +125,18 @@ def figures(rounds: Sequence[Mapping[str, Any]], parameters: int, rates: Mapping
     seconds = [max(one["seconds"].values()) for one in rounds]
     limits = [limit_seconds(one["plan"], parameters, rates, rtts) for one in rounds]
     ratios = [taken / limit for taken, limit in zip(seconds, limits, strict=True)]
+    held = [one["held"] / limit for one, limit in zip(rounds, limits, strict=True) if one["held"] is not None]
     return {
         "topologies": sorted({one["plan"]["topology"] for one in rounds}),
         "rounds": len(rounds),
+        "tie_breaker": min(rounds[0]["plan"]["members"], key=lambda member: str(member["peer"]))["site"],
         "exchange_seconds_median": round(statistics.median(seconds), 4),
         "exchange_seconds_worst": round(max(seconds), 4),
         "limit_seconds": round(statistics.median(limits), 4),
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_worst": round(max(ratios), 3),
+        "held_ratio_median": round(statistics.median(held), 3) if held else None,
+        "held_ratio_worst": round(max(held), 3) if held else None,
         "ratios": [round(ratio, 3) for ratio in ratios],
         "attempts_given_up": sum(one["attempt"] > 1 for one in rounds),
     }
