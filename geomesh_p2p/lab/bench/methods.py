@@ -77,8 +77,9 @@ Fields = dict[str, Any]
 FP32: Fields = {"payload": "fp32"}
 REDUCE: Fields = {"topology": "reduce"}
 # Outer constants (LOG.md has the sweeps): plain numbers take those of the run file, which are the best found for diloco with
-# its model and number of tokens.
+# its model and number of tokens; signs in rounds twice as long want larger steps.
 OUTER_SIGNS: Fields = {"learning_rate": 0.7, "momentum": 0.5}
+OUTER_LONG_ROUNDS: Fields = {"learning_rate": 0.85, "momentum": 0.5}
 NO_OUTER: Fields = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 # Lion's usual choice beside AdamW's learning rate: a quarter of it, four times its weight decay, the momentum slower.
 LION_RATE = 0.25
@@ -99,10 +100,10 @@ def _planned(name: str, about: str, changes: dict[str, Fields], **more: Any) -> 
 def _methods() -> tuple[Method, ...]:
     diloco = {"codec": FP32, "planner": REDUCE}
     int8 = {**diloco, "codec": {"payload": "int8"}}
-    planned = {"planner": PLANNED, "outer": OUTER_SIGNS}
-    delayed = {**planned, "planner": {**PLANNED, "overlap": "delayed", "exchange_share": DELAYED_SHARE}}
+    planned = {"planner": PLANNED, "outer": OUTER_LONG_ROUNDS}
+    delayed = {"outer": OUTER_SIGNS, "planner": {**PLANNED, "overlap": "delayed", "exchange_share": DELAYED_SHARE}}
     fp32 = {"codec": FP32, "planner": PLANNED}
-    lion = {**planned, "inner": LION}
+    lion = {"outer": OUTER_SIGNS, "planner": PLANNED, "inner": LION}
     return (
         Method("ddp", "gradients averaged after every step, fp32", "gradients", {**diloco, "outer": NO_OUTER}),
         Method("diloco", "equal batch and steps, fp32, at the reference round length", changes=diloco),
