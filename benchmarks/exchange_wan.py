@@ -8,9 +8,11 @@ exchange is the product's own figure, from the last member's finish until the up
 where it took longest: votes and commit are in it. The limit has one hop for a gather and two for a reduce, of whole round trips
 (bytes need half of one); each hop takes as long as its worst pair. Rounds count from --from-round on. Prints JSON.
 
-held_ratio   from the last member's contribution until every member has all bytes, checked and on disk, by the same limit
-tie_breaker  the site of the lowest id: of four voters two are enough for a commit if it is one of them, else it takes three.
-             Where two sites are near each other and two far away, that is half a round trip more or less
+held_ratio   from the last member's contribution (encoding is over by then) until every member has all bytes, checked and on
+             disk, by the same limit; of the held_rounds in which no commit came before that
+leader       the site that commits, and that of the lowest peer id: of four voters two are enough for a commit if one of them
+tie_breaker  is that of the lowest id, else it takes three. So a third vote is waited for unless the tie breaker is the leader
+             or the site nearest to it
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def limit_seconds(plan: Mapping[str, Any], parameters: int, rates: Mapping[tuple
 
 def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
     """Committed rounds with their plan, each peer's seconds from the last finish to the fold, and the seconds from the last
-    contribution until all hold the update (None where a commit was quicker than that)."""
+    contribution until all hold the update (None where a commit was quicker than that, or an attempt was given up)."""
     plans: dict[int, dict[str, Any]] = {}
     told: dict[int, dict[str, dict[str, Any]]] = {}
     contributed: dict[int, dict[str, float]] = {}
@@ -77,19 +79,23 @@ def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
             if event["kind"] == "plan":
                 plans[event["plan"]["round"]] = event["plan"]
             elif event["kind"] == "phase" and event["phase"] in ("straggler_idle", "exchange", "commit"):
-                contributed.setdefault(event["round"], {}).setdefault(site, event["time"])
+                number = event["round"] + 1  # a phase is told with the last committed round
+                contributed.setdefault(number, {}).setdefault(site, event["time"])
                 if event["phase"] == "commit":
-                    held.setdefault(event["round"], {}).setdefault(site, event["time"])
+                    held.setdefault(number, {}).setdefault(site, event["time"])
             elif event["kind"] == "round" and event["contributors"]:
                 told.setdefault(event["round"], {})[site] = event
     found = []
     for number, events in sorted(told.items()):
         if len(events) == len(sites) and all(len(event["members"]) == len(sites) for event in events.values()):
             seconds = {site: event["times"]["wan_idle"] + event["times"]["codec"] for site, event in events.items()}
-            attempt = next(iter(events.values()))["attempt"]
-            all_hold = held.get(number, {}).keys() == set(sites)
+            attempt, leader = (next(iter(events.values()))[key] for key in ("attempt", "leader"))
+            all_hold = attempt == 1 and held.get(number, {}).keys() == set(sites)
             held_seconds = max(held[number].values()) - max(contributed[number].values()) if all_hold else None
-            found.append({"round": number, "plan": plans[number], "attempt": attempt, "seconds": seconds, "held": held_seconds})
+            found.append({
+                "round": number, "plan": plans[number], "attempt": attempt, "leader": leader, "seconds": seconds,
+                "held": held_seconds,
+            })  # fmt: skip
     return found
 
 
@@ -117,6 +123,8 @@ def run_once(setting: Setting, topology: str, options: argparse.Namespace, folde
     if code != 0:
         raise SystemExit(f"the mesh ended with {code}: see the peers' logs in {folder}")
     rounds = [one for one in rounds_of(folder / "runs" / "wan", names) if one["round"] >= options.from_round]
+    if not rounds:
+        raise SystemExit(f"no round from {options.from_round} on was committed by all: see the peers' logs in {folder}")
     return figures(rounds, options.parameters, rates, rtts)
 
 
@@ -129,6 +137,7 @@ def figures(rounds: Sequence[Mapping[str, Any]], parameters: int, rates: Mapping
     return {
         "topologies": sorted({one["plan"]["topology"] for one in rounds}),
         "rounds": len(rounds),
+        "leader": rounds[0]["leader"],
         "tie_breaker": min(rounds[0]["plan"]["members"], key=lambda member: str(member["peer"]))["site"],
         "exchange_seconds_median": round(statistics.median(seconds), 4),
         "exchange_seconds_worst": round(max(seconds), 4),
@@ -136,7 +145,7 @@ def figures(rounds: Sequence[Mapping[str, Any]], parameters: int, rates: Mapping
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_worst": round(max(ratios), 3),
         "held_ratio_median": round(statistics.median(held), 3) if held else None,
-        "held_ratio_worst": round(max(held), 3) if held else None,
+        "held_rounds": len(held),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "attempts_given_up": sum(one["attempt"] > 1 for one in rounds),
     }

@@ -355,7 +355,8 @@ class TrainRound:
 
 @dataclass(frozen=True)
 class LocalRound:
-    """What training for a plan came to. `payload` are the encoded bytes (uint8), None if the contribution abstains."""
+    """What training for a plan came to. `payload` are the encoded bytes (uint8), None if the contribution abstains; they must
+    not change until the round's update is folded, which reads them."""
 
     contribution: Contribution
     payload: Any

@@ -143,7 +143,8 @@ class Exchange:
     # ------------------------------------------------------------ contributions
 
     def contribute(self, contribution: Contribution, payload: Bytes | None, part_residual: Vector | None = None) -> None:
-        """The own contribution is final. `payload` is None if it abstains; it must not change until the exchange is stopped.
+        """The own contribution is final. `payload` is None if it abstains; it must not change until the exchange is stopped
+        and the update folded, which is made of it.
         `part_residual` is what the reducer's earlier answers for its share left unsaid."""
         if self._me in self._finished:
             raise ValueError(f"this peer has already contributed to round {self.plan.round}")

@@ -201,8 +201,8 @@ def test_a_setting_that_says_what_cannot_be_is_refused_in_one_line(links: str, s
         ("max_batch = 8", "max_batch = 8.5", "sites.0.max_batch = 8.5: should be a valid integer"),
         ('device = "d"', "", "sites.0.device is missing: add it (and 1 more)"),
         ('name = "b"', 'name = "a"', "sites: two have the same name"),
-        ("stands_for", 'name = "elsewhere"\nstands_for', "'name' is not for the file to say: a setting is called as its"),
-        ("stands_for", 'folder = "/"\nstands_for', "'folder' is not for the file to say"),
+        ("stands_for", 'name = "elsewhere"\nstands_for', "name: not for the file to say, a setting has its file's name"),
+        ("stands_for", 'folder = "/"\nstands_for', "folder: not for the file to say"),
     ],
 )
 def test_a_key_that_is_none_and_a_value_of_another_kind_are_refused(old: str, new: str, said: str, tmp_path: Path) -> None:

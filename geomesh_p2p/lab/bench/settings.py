@@ -302,6 +302,6 @@ def load_setting(name: str) -> Setting:
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(f"no setting {name!r}{meant}: {', '.join(shipped())}, or a .toml file of your own")
     given = read_toml(path)
-    if taken := {"name", "folder"} & given.keys():
-        raise ConfigError(f"{path}: {sorted(taken)[0]!r} is not for the file to say: a setting is called as its file is")
+    if taken := sorted({"name", "folder"} & given.keys()):
+        raise ConfigError(f"{path}: {' and '.join(taken)}: not for the file to say, a setting has its file's name and folder")
     return checked(Setting, {**given, "name": path.stem, "folder": str(path.parent)}, str(path))
