@@ -89,12 +89,12 @@ def rounds_of(folder: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
     for number, events in sorted(told.items()):
         if len(events) == len(sites) and all(len(event["members"]) == len(sites) for event in events.values()):
             seconds = {site: event["times"]["wan_idle"] + event["times"]["codec"] for site, event in events.items()}
-            attempt, leader = (next(iter(events.values()))[key] for key in ("attempt", "leader"))
-            all_hold = attempt == 1 and held.get(number, {}).keys() == set(sites)
+            event = events[sites[0]]
+            all_hold = event["attempt"] == 1 and held.get(number, {}).keys() == set(sites)
             held_seconds = max(held[number].values()) - max(contributed[number].values()) if all_hold else None
             found.append({
-                "round": number, "plan": plans[number], "attempt": attempt, "leader": leader, "seconds": seconds,
-                "held": held_seconds,
+                "round": number, "plan": plans[number], "attempt": event["attempt"], "leader": event["leader"],
+                "seconds": seconds, "held": held_seconds,
             })  # fmt: skip
     return found
 

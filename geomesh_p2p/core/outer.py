@@ -108,12 +108,12 @@ def apply_update(
 
 def _cut(buffers: list[Bytes], sizes: Sequence[int], round: int) -> list[Bytes]:
     """The payloads or parts, of `sizes` bytes, that a body consists of, whether it came whole or as these. Copies nothing."""
-    found = [buffer.size for buffer in buffers]
+    found, total = [buffer.size for buffer in buffers], sum(sizes)
     if found == list(sizes):
         return buffers
-    if len(found) > 1 or sum(found) != sum(sizes):
-        is_, wanted = f"{sum(found)} bytes in {len(found)}", f"{sum(sizes)} in 1 or {len(sizes)}"
-        raise ValueError(f"the body of round {round} has {is_} buffers, not {wanted}")
+    if len(found) > 1 or sum(found) != total:
+        text = f"the body of round {round} has {sum(found)} bytes in {len(found)} buffers"
+        raise ValueError(f"{text}, not {total} in 1 or {len(sizes)}")
     return [buffers[0][end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 

@@ -35,6 +35,12 @@ class Alone:
     async def start(self, round: int) -> None:
         await self.desk.start(self.plan(round), {}, 0.0)
 
+    async def go_on(self) -> None:
+        """Round 3 has its update, and round 4 begins."""
+        await self.start(3)
+        await self.conclude(3)
+        await self.start(4)
+
     async def conclude(self, round: int) -> None:
         """Its own contribution is out, and the update here."""
         plan, payload = self.plan(round), payload_of(LAYOUT, CodecSection(), 0)
@@ -66,9 +72,7 @@ async def alone() -> AsyncIterator[Alone]:
 @virtual
 async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer() -> None:
     async with alone() as mesh:
-        await mesh.start(3)
-        await mesh.conclude(3)
-        await mesh.start(4)
+        await mesh.go_on()
         assert mesh.rounds() == [3, 4]
         await mesh.start(4)  # a further attempt
         assert mesh.rounds() == [3, 4]
@@ -79,9 +83,7 @@ async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer() -> Non
 @virtual
 async def test_what_is_refused_in_an_exchange_is_told_with_its_round() -> None:
     async with alone() as mesh:
-        await mesh.start(3)
-        await mesh.conclude(3)
-        await mesh.start(4)
+        await mesh.go_on()
         await mesh.conclude(4)
         for round in (3, 4):
             nonsense = ChunkWanted(mesh.plan(round).digest, CONTRIBUTION, "peer-0", 0, (Range(5, 5),))
@@ -92,9 +94,7 @@ async def test_what_is_refused_in_an_exchange_is_told_with_its_round() -> None:
 @virtual
 async def test_after_rounds_that_were_caught_up_with_nothing_stays() -> None:
     async with alone() as mesh:
-        await mesh.start(3)
-        await mesh.conclude(3)
-        await mesh.start(4)
+        await mesh.go_on()
         await mesh.desk.stop("committed", mesh.plan(4).digest)
         await mesh.start(5)
         assert mesh.rounds() == [5]
@@ -103,9 +103,7 @@ async def test_after_rounds_that_were_caught_up_with_nothing_stays() -> None:
 @virtual
 async def test_who_has_died_is_served_for_as_long_as_it_would_wait() -> None:
     async with alone() as mesh:
-        await mesh.start(3)
-        await mesh.conclude(3)
-        await mesh.start(4)
+        await mesh.go_on()
         serving = asyncio.create_task(mesh.desk.serve_out())
         await asyncio.sleep(mesh.limits.deadline_seconds / 2)
         assert mesh.rounds() == [3, 4]
