@@ -204,15 +204,14 @@ class Remote:
         """Returns when a stream has taken the frame. Raises Unreachable."""
         size = sum(len(buffer) for buffer in buffers)
         await self._uplink.room()
-        while self._least_loaded() is None or self.shaper.wait_seconds() > 0:
+        while True:
+            await self.shaper.room()
             if self._closed:
                 raise Unreachable("this transport was stopped")
             self._start_bulk()
-            if self._least_loaded() is None:
-                await self._wait_turn()
-            else:
-                await asyncio.sleep(self.shaper.wait_seconds())
-        self._start_bulk()
+            if self._least_loaded() is not None:
+                break
+            await self._wait_turn()
         self._submit_bulk(size, lambda: self._write_bulk(buffers))
         self.traffic.payload_sent += payload
         self.traffic.overhead_sent += size - payload
@@ -352,8 +351,7 @@ class Remote:
             for start in range(0, len(view), WINDOW_BYTES):
                 if bulk:
                     await self._uplink.room()
-                while not stream.lost and (wait := self.shaper.wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
-                    await asyncio.sleep(wait)
+                await self.shaper.room()
                 if stream.lost:
                     return
                 piece = view[start : start + WINDOW_BYTES]

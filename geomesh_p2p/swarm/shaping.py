@@ -99,11 +99,11 @@ class Shaper:
     async def room(self) -> None:
         """Until bulk may be submitted. Who waits is let in one by one and in order, and submits at once."""
         async with self._turn:
-            while (wait := self.wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
+            while (wait := self._wait_seconds()) > 0:  # noqa: ASYNC110 - time frees the link
                 await asyncio.sleep(wait)
 
-    def wait_seconds(self) -> float:
-        """How long bulk should wait before it is submitted, so that little of it stands in line here."""
+    def _wait_seconds(self) -> float:
+        """How long until little of what was submitted stands in line here."""
         rate = self.shape.bytes_per_second
         wait = self._bulk.free_at - asyncio.get_running_loop().time() - WINDOW_BYTES / rate if rate else 0.0
         return wait if wait > LEAST_WAIT_SECONDS else 0.0

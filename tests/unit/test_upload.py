@@ -158,6 +158,36 @@ def test_large_answers_pass_the_limit_as_well_and_small_ones_do_not_wait() -> No
     run_virtual(scene())
 
 
+@pytest.mark.parametrize("uplink", [None, CAP])
+@pytest.mark.parametrize("shape", [Shape(0.05, CAP / 2), Shape(0.05, CAP / 3)])
+def test_answers_and_bulk_over_one_emulated_way_come_in_turn(uplink: float | None, shape: Shape) -> None:
+    """No answer waits for another to end: who asked gives up an answer of which nothing comes."""
+
+    async def scene() -> None:
+        way, rate = Uplink("a", uplink, shape), shape.bytes_per_second
+        assert rate is not None
+        names = [f"/answer-{k}" for k in range(4)]
+        streams = [FrameStream() for _ in names]
+        for name, stream in zip(names, streams, strict=True):
+            stream.connection_made(Wire(way, "a", name))
+        bulk = asyncio.ensure_future(send_for(way, 60.0))
+        await asyncio.gather(*(way.remotes[0].answer(stream, [bytes(1 << 20)], lambda: None) for stream in streams))
+        ended = asyncio.get_running_loop().time()
+        await asyncio.sleep(3.0)  # what was submitted comes through
+        turns = len(streams) * WINDOW_BYTES + 4 * FRAME
+        for name in names:
+            came = [0.0, *(at for at, _, kind, _ in way.written if kind == name[1:])]
+            pauses = [after - before for before, after in itertools.pairwise(came)]
+            assert max(pauses) <= (turns + FRAME + WINDOW_BYTES) / rate + shape.delay_seconds
+            assert way.bytes(name[1:]) == 1 << 20
+        assert way.bytes() > 0
+        assert ended <= 16 * turns / rate + 1.0, "the way is used"
+        bulk.cancel()
+        await asyncio.gather(bulk, return_exceptions=True)
+
+    run_virtual(scene())
+
+
 def test_an_emulated_way_behind_the_limit_is_as_slow_as_the_slower_of_both() -> None:
     async def scene() -> None:
         slow = Uplink("a", shape=Shape(0.05, CAP / 4))
