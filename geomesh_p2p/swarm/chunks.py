@@ -118,6 +118,7 @@ class Incoming:
         # zeroed and not merely reserved: a reducer reads whole headers of which it has received its own slice alone
         self.buffer: Bytes = np.zeros(size, np.uint8)
         self.coverage = Coverage()
+        self.senders: set[PeerId] = set()
         self.acked = 0
         self._view = memoryview(self.buffer.data)
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES) if verify else None
@@ -133,7 +134,7 @@ class Incoming:
         return self._hash is None or self._hash.digest() == self.payload
 
     def take(self, offset: int, data: Any) -> int:
-        """Returns the number of new bytes. Bytes that are here already are never written again: they may be in use."""
+        """Returns the number of new bytes."""
         view, new = memoryview(data), 0
         # bytes that are here already are never written again: they may be in use
         for start, stop in self.coverage.gaps(offset, offset + len(view)):

@@ -21,7 +21,7 @@ from geomesh_p2p.core.messages import Chunk, ChunkAck, ChunkMissing, ChunkWanted
 from geomesh_p2p.core.ports import Transport, Vector
 from geomesh_p2p.core.types import Contribution, PeerId, Plan, Range
 from geomesh_p2p.swarm.assembly import Assembly, ExchangeListener, Progress
-from geomesh_p2p.swarm.chunks import CONTRIBUTION, PART, Bytes, Ranges, StreamKey
+from geomesh_p2p.swarm.chunks import PART, Bytes, Ranges, StreamKey
 from geomesh_p2p.swarm.deadlines import DueStreams, ExchangeLimits, Missed, Waiting
 from geomesh_p2p.swarm.exchange_codec import ExchangeCodec
 from geomesh_p2p.swarm.gather import Gather
@@ -82,6 +82,7 @@ class Exchange:
         self._reception = Reception(plan, codec, self._streams, limits.acknowledge_chunks * limits.chunk_bytes)
         self._stored = self._reception.stored
         self._relays: dict[StreamKey, PeerId] = {}
+        self._asked: dict[StreamKey, set[PeerId]] = {}
         self._due = DueStreams(me, tuple(self._lanes), limits, plan)
         self._known: dict[Digest, Bytes] = {}
         self._own_payload: Bytes | None = None
@@ -116,17 +117,22 @@ class Exchange:
 
     async def stop(self, reason: str) -> None:
         """End, whatever the state: no task and no buffer is left when this returns."""
-        self._stopped = True
+        self.halt(reason)
         if self._task is not None:
-            self._task.cancel(reason)
             await asyncio.wait([self._task])  # first: its parts may take one more step each, with all that they count on
         self._reception.clear()
         self._due.clear()
-        for held in (self._headers, self._known, self._relays):
+        for held in (self._headers, self._known, self._relays, self._asked):
             held.clear()
         for lane in self._lanes.values():
             lane.clear()
         self._own_payload = self._part_residual = None
+
+    def halt(self, reason: str) -> None:
+        """Take and send nothing more; `stop` waits until that is so."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel(reason)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -199,11 +205,9 @@ class Exchange:
 
     def payloads(self) -> dict[Digest, Bytes]:
         """Whole, verified contributions that are here (gather), for the next attempt's `start`."""
-        return {
-            stored.payload: stored.buffer
-            for key, stored in self._stored.items()
-            if key.kind == CONTRIBUTION and self.plan.topology == "gather"
-        }
+        if self.plan.topology != "gather":
+            return {}
+        return self._known | {stored.payload: stored.buffer for stored in self._stored.values()}
 
     # ------------------------------------------------------------ receiving
 
@@ -226,8 +230,8 @@ class Exchange:
             self._not_to_be_had(sender, key, message.peers)
 
     def _receive_chunk(self, sender: PeerId, key: StreamKey, chunk: Chunk) -> None:
-        may_begin = sender == key.owner or self._due.misses(key) > 0
-        taken = self._reception.take(key, chunk, self._expected_payload(key), may_begin)
+        expected = self._expected_payload(key)
+        taken = self._reception.take(sender, key, chunk, expected, self._may_send(sender, key))
         if taken.refused:
             self._refuse(sender, taken.refused)
         if taken.ignored:
@@ -241,6 +245,10 @@ class Exchange:
             self._settle(key.owner)
             self._changed.set()
 
+    def _may_send(self, sender: PeerId, key: StreamKey) -> bool:
+        """Nobody writes into a stream of another, unless it was asked to pass it on: the slices of a reduce have no hash."""
+        return sender == key.owner or sender in self._asked.get(key, ())
+
     def _expected_payload(self, key: StreamKey) -> Digest | None:
         """The hash that the stream's owner has announced, if it has."""
         if key.kind == PART:
@@ -252,11 +260,13 @@ class Exchange:
     def _settle(self, owner: PeerId) -> None:
         """Something of `owner`'s has changed: take what is whole now."""
         for key in self._reception.open_keys(owner):
+            senders = self._reception.senders(key)
             fault = self._reception.settle(key, self._expected_payload(key))
             if fault and self._reception.is_rejected(key):
                 self._reject(owner, fault)
-            elif fault:
-                self._refuse(owner, fault)  # the stream stays due: it is asked for again, or its owner reported in the end
+            elif fault:  # the stream stays due: it is asked for again, or its owner reported in the end
+                for sender in senders if len(senders) == 1 else ():  # of several, nobody knows which
+                    self._refuse(sender, fault)
             elif fault == "":
                 self._now_whole(key)
 
@@ -274,7 +284,7 @@ class Exchange:
             self._refuse(sender, "a part that does not fit")
             return
         key = StreamKey(PART, owner, header.share)
-        if header.share in self._headers or (sender != owner and not self._due.misses(key)):
+        if header.share in self._headers or not self._may_send(sender, key):
             return
         self._headers[header.share] = header
         self._due.progressed(key, self._now)
@@ -333,6 +343,7 @@ class Exchange:
 
     def _ask(self, peers: list[PeerId], key: StreamKey) -> None:
         gaps = tuple(Range(*gap) for gap in self._reception.gaps(key)[:MAX_GAPS])
+        self._asked.setdefault(key, set()).update(peers)
         for peer in peers:
             self._transport.send(peer, ChunkWanted(self._digest, key.kind, key.owner, key.share, gaps))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +57,7 @@ class ExchangeDesk:
         """Messages that went nowhere, by reason: those of exchanges that are over, duplicates, what was refused."""
         self._current: Exchange | None = None
         self._before: Exchange | None = None
+        self._payloads: tuple[int, Mapping[Digest, Any]] = (0, {})  # of a round's attempt that was given up
         self._bodies: dict[Digest, Body] = {}
         self._sending: Digest | None = None
         self._part_residual = PartResidual(setup.codec, setup.part_residual) if setup.codec.settings.residual else None
@@ -66,21 +67,20 @@ class ExchangeDesk:
     async def start(self, plan: Plan, rates: dict[PeerId, float], round_trip_seconds: float) -> None:
         """Begin with what has come already: early messages, and whole payloads of an earlier attempt of the round.
         `rates` are bytes per second to other members, where known; `round_trip_seconds` that to the farthest."""
-        going, known = [one for one in (self._before, self._current) if one is not None], {}
+        going = [one for one in (self._before, self._current) if one is not None]
         kept = next((one for one in going if one.concluded and one.plan.round + 1 == plan.round), None)
-        self._before, self._current, self._sending = kept, None, None
-        for exchange in going:
-            if exchange.plan.round == plan.round:
-                known = exchange.payloads()
-            if exchange is not kept:
-                await self._end(exchange, "another attempt")
+        self._set_current_aside()
+        self._before = kept
+        await self._end([one for one in going if one is not kept], "another attempt")
+        of_round, known = self._payloads
+        self._payloads = (0, {})
         limits = replace(self._setup.limits, rates=rates, round_trip_seconds=round_trip_seconds)
         try:
             self._current = Exchange(self._me, plan, self._transport, self._setup.codec, limits, _Ears(plan, self._listeners))
         except ValueError as error:  # shares that are none of this model's: the plan's maker is at fault, not this peer
             self._listeners.refused(plan, plan.term.candidate, f"a plan whose shares do not fit: {error}")
             return
-        self._current.start(known)
+        self._current.start(known if of_round == plan.round else {})
         for sender, message in self._inbox.take(plan.digest):
             self._current.receive(sender, message)
 
@@ -88,11 +88,10 @@ class ExchangeDesk:
         """End the exchange (of `plan`, if given; else that of the round before as well)."""
         ending = [one for one in (self._current, self._before) if one is not None and plan in (None, one.plan.digest)]
         if self._current in ending:
-            self._current = self._sending = None
+            self._set_current_aside()
         if self._before in ending:
             self._before = None
-        for exchange in ending:
-            await self._end(exchange, reason)
+        await self._end(ending, reason)
 
     async def serve_out(self) -> None:
         """End the exchange of the round before once it is sent, or nobody waits for it any more. Whoever was overtaken by the
@@ -106,10 +105,19 @@ class ExchangeDesk:
                 await exchange.all_sent()
         await self.stop("served", exchange.plan.digest)
 
-    async def _end(self, exchange: Exchange, reason: str) -> None:
-        self._inbox.close(exchange.plan.digest)
-        await exchange.stop(reason)
-        self.dropped.update(exchange.refusals)
+    def _set_current_aside(self) -> None:
+        """What came whole need not come again in a further attempt of its round."""
+        if self._current is not None:
+            self._payloads = (self._current.plan.round, self._current.payloads())
+        self._current = self._sending = None
+
+    async def _end(self, exchanges: Sequence[Exchange], reason: str) -> None:
+        for exchange in exchanges:  # all of them before anything is waited for, which may be cancelled
+            self._inbox.close(exchange.plan.digest)
+            exchange.halt(reason)
+        for exchange in exchanges:
+            await exchange.stop(reason)
+            self.dropped.update(exchange.refusals)
 
     def receive(self, sender: PeerId, message: ExchangeMessage) -> None:
         exchange = self._of(message.plan)
@@ -177,6 +185,7 @@ class ExchangeDesk:
     def committed(self, update: Update) -> None:
         """Bodies are on disk or void from now on."""
         self._bodies.clear()
+        self._payloads = (0, {})
         self._sending = None
         if self._part_residual is not None and update.rollback is not None:
             self._part_residual.forget()

@@ -83,9 +83,11 @@ class LinkTable:
             transfer.busy_since = transfer.last_news = now
 
     def _begin(self, peer: PeerId, path: _Path, plan: Digest) -> _Transfer:
-        """What is under way for another plan is given up, as a rule: if not, it is measured anew from its next chunk on."""
+        """What is under way for another plan is given up, as a rule: if not, it is measured anew from its next chunk on,
+        without what was under way before that."""
         for transfer in path.transfers.values():
             self._close(peer, path, transfer)
+            transfer.acknowledged.update(transfer.sent)
         while len(path.transfers) >= MOST_TRANSFERS:
             del path.transfers[next(iter(path.transfers))]
         return path.transfers.setdefault(plan, _Transfer())

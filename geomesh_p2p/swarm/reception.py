@@ -30,7 +30,8 @@ class Stored(NamedTuple):
 @dataclass(frozen=True)
 class Taken:
     """What became of a chunk: `new` bytes of it were kept. `refused` is a reason to name its sender, `ignored` is not (the
-    chunk is late, or of an older contribution). The sender is told that it need not send [0, acknowledge) again."""
+    chunk is late, of an older contribution, or nobody asked for it). The sender is told that it need not send [0, acknowledge)
+    again."""
 
     new: int = 0
     acknowledge: int | None = None
@@ -75,6 +76,10 @@ class Reception:
         """Streams of `owner` that have begun to come and are not settled."""
         return [key for key in self._incoming if key.owner == owner]
 
+    def senders(self, key: StreamKey) -> frozenset[PeerId]:
+        """Who sent what is here of a stream that is not settled."""
+        return frozenset(self._incoming[key].senders)
+
     def relay(self, key: StreamKey, ranges: Ranges) -> None:
         """Take a stream that this peer has no use for itself."""
         self._relays[key] = ranges
@@ -96,9 +101,9 @@ class Reception:
             incoming = self._incoming[key] = Incoming(ranges, size, payload, self._streams.verifies(key))
         return incoming
 
-    def take(self, key: StreamKey, chunk: Chunk, expected: Digest | None, may_begin: bool) -> Taken:
-        """`expected` is the hash that the stream's header names, if that is known. Before it is, a stream begins only with a
-        chunk that `may_begin` it: its owner's, or one that was asked for."""
+    def take(self, sender: PeerId, key: StreamKey, chunk: Chunk, expected: Digest | None, may_send: bool) -> Taken:
+        """`expected` is the hash that the stream's header names, if that is known. `may_send` says whether the stream is the
+        sender's own, or one that it was asked for."""
         ranges, size = self.ranges_of(key), len(chunk.data)
         if ranges is None or key in self._rejected:
             return Taken(refused="a chunk that is not for this peer")
@@ -106,14 +111,17 @@ class Reception:
             return Taken(refused="a chunk that does not fit")
         if key in self._done:
             return Taken(acknowledge=ranges.total, ignored="duplicate")
+        if not may_send:
+            return Taken(ignored="not asked for")
         incoming = self._incoming.get(key)
-        named = expected or (incoming.payload if incoming else chunk.payload if may_begin else None)
+        named = expected or (incoming.payload if incoming else chunk.payload)
         if named != chunk.payload:
             return Taken(ignored="another contribution")
         incoming = self.open(key, chunk.payload)
         new, prefix = incoming.take(chunk.offset, chunk.data), incoming.coverage.prefix
         if not new:
             return Taken(acknowledge=prefix, ignored="duplicate")
+        incoming.senders.add(sender)
         if not incoming.complete and prefix - incoming.acked < self._acknowledge_bytes:
             return Taken(new)
         incoming.acked = prefix

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from geomesh_p2p.core.messages import ChunkWanted
+import pytest
+
+from geomesh_p2p.core.messages import Chunk, ChunkWanted
 from geomesh_p2p.core.types import Plan, Range
 from geomesh_p2p.swarm.chunks import CONTRIBUTION
 from geomesh_p2p.swarm.exchange import ExchangeLimits
@@ -111,6 +113,43 @@ async def test_who_has_died_is_served_for_as_long_as_it_would_wait() -> None:
         await serving
         assert mesh.rounds() == [4]
         assert asyncio.get_running_loop().time() - began <= mesh.plan(3).exchange_seconds + mesh.limits.deadline_seconds
+
+
+@virtual
+async def test_what_came_whole_in_a_lost_attempt_need_not_come_again() -> None:
+    """The replica ends an attempt's exchange before it begins the next one's."""
+    async with alone() as mesh:
+        first = mesh.plan(3)
+        second, third = replace(first, attempt=2), replace(first, attempt=3)
+        payload = payload_of(LAYOUT, CodecSection(), 1)
+        theirs = contribution_of(first, 1, payload)
+        await mesh.desk.start(first, {}, 0.0)
+        mesh.desk.member_finished(first.digest, theirs)
+        head = (first.digest, CONTRIBUTION, "peer-1", theirs.payload, 0)
+        mesh.desk.receive("peer-1", Chunk(*head, 0, payload.size, payload.tobytes()))
+        for plan, before in ((second, first), (third, second)):
+            await mesh.desk.stop("member_lost", before.digest)
+            await mesh.desk.start(plan, {}, 0.0)
+        mesh.desk.member_finished(third.digest, theirs)
+        exchange = mesh.desk._of(third.digest)
+        assert exchange is not None
+        assert bytes(exchange._stored[exchange._streams.contribution_of("peer-1")].buffer) == payload.tobytes()
+        await mesh.start(4)
+        assert mesh.desk._payloads == (0, {}), "of a round that is over nothing is kept"
+
+
+@virtual
+@pytest.mark.parametrize("ending", ["start", "stop"])
+async def test_of_two_exchanges_that_end_none_is_left_when_that_is_cancelled(ending: str) -> None:
+    async with alone() as mesh:
+        await mesh.go_on()
+        work = asyncio.create_task(mesh.start(5) if ending == "start" else mesh.desk.stop("shutdown"))
+        await asyncio.sleep(0)
+        work.cancel()
+        assert (await asyncio.gather(work, return_exceptions=True))[0].__class__ is asyncio.CancelledError, "it was under way"
+        await mesh.desk.stop("shutdown")
+        await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")] == []
 
 
 @virtual

@@ -20,7 +20,7 @@ from geomesh_p2p.swarm.exchange import ExchangeInbox, ExchangeLimits, Missed, Wa
 from geomesh_p2p.swarm.memory import Network
 from geomesh_p2p.swarm.virtual_time import run_virtual
 from tests.mesh.exchanges import CHUNK_BYTES, LAYOUT, Mesh, contribution_of, payload_of, plan_for
-from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal
+from tests.mesh.test_exchange import TOPOLOGIES, assert_all_equal, expected_body
 
 
 def bodies_of(mesh: Mesh) -> set[bytes]:
@@ -465,6 +465,59 @@ def test_flipped_bits_are_found_and_the_bytes_asked_for_again() -> None:
             assert_all_equal(mesh)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("forged", [np.array([np.nan], "<f4").tobytes(), bytes(64)], ids=["nan", "zeros"])
+def test_nobody_writes_into_a_stream_of_another(topology: str, forged: bytes) -> None:
+    """A reduce's slices have no hash: what a third member wrote there would be averaged, or its owner blamed for it."""
+
+    async def main() -> None:
+        async with Mesh(plan_for(3, topology), Network(latency_seconds=0.05, bytes_per_second=1e5)) as mesh:
+            mesh.start()
+            exchange, theirs = mesh.exchanges[0], mesh.contributions[1]
+            key = exchange._streams.contribution_of("peer-1")
+            layout = exchange._streams.inbound(key)
+            assert layout is not None
+            exchange.member_finished(theirs)
+            exchange.receive("peer-2", Chunk(mesh.plan.digest, *key[:2], theirs.payload, key.share, 0, layout.total, forged))
+            assert exchange.buffered_bytes == 0
+            assert exchange.refusals["not asked for"] == 1
+            mesh.finish_all()
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+            assert mesh.body(0) == expected_body(mesh)
+            assert mesh.heard[0].all_refused == mesh.heard[0].all_rejected == []
+
+    run_virtual(main())
+
+
+def test_who_passes_on_other_bytes_is_named_and_not_their_owner() -> None:
+    """Of several senders nobody knows who it was."""
+
+    async def main(of_the_owner: int, named: list[str]) -> None:
+        network = Network(latency_seconds=0.02)
+        async with Mesh(plan_for(3, "gather"), network) as mesh:
+            network.cut("peer-0", "peer-1")
+            exchange, chunks = mesh.exchanges[0], chunks_of(mesh, 1)
+            exchange.start()
+            exchange.member_finished(mesh.contributions[1])
+            await asyncio.sleep(1.5 * mesh.limits.deadline_seconds)  # by now peer-2 has been asked, which knows of nothing yet
+            for chunk in chunks[:of_the_owner]:
+                exchange.receive("peer-1", chunk)
+            for chunk in chunks[of_the_owner:]:
+                exchange.receive("peer-2", dataclasses.replace(chunk, data=bytes(len(chunk.data))))
+            assert exchange.refusals["bytes that are not what their hash says"] == len(named)
+            assert [peer for peer, _ in mesh.heard[0].all_refused] == named
+            for other in (1, 2):
+                mesh.exchanges[other].start()
+            mesh.finish_all()
+            mesh.exchanges[1].member_finished(mesh.contributions[0])
+            await mesh.all_assembled()
+            assert_all_equal(mesh)
+
+    run_virtual(main(0, ["peer-2"]))
+    run_virtual(main(1, []))
 
 
 def test_an_absurd_contribution_is_refused_by_rule_and_its_owner_reported() -> None:

@@ -143,6 +143,22 @@ def test_bytes_of_a_plan_given_up_do_not_count_once_it_goes_on() -> None:
     assert rates == [pytest.approx(100_000.0)]
 
 
+def test_bytes_that_were_under_way_when_a_plan_was_closed_do_not_count_in_no_time() -> None:
+    """1 MB/s. Eight chunks of the round before are queued as the next round's first one is sent; a ninth follows it."""
+    rates: list[float] = []
+    links, size, other, rate = LinkTable(lambda _, rate: rates.append(rate)), 131_072, b"o" * 32, 1_000_000.0
+    for count in range(8):
+        links.sent("b", chunk(count * size, size), 0.0)
+    arrived = 8 * size / rate
+    links.sent("b", chunk(0, size, plan=other), arrived - 0.01)
+    links.sent("b", chunk(8 * size, size), arrived - 0.01)
+    links.acknowledged("b", ack(8 * size), arrived)
+    links.acknowledged("b", ack(size, plan=other), arrived + size / rate)
+    links.acknowledged("b", ack(9 * size), arrived + 2 * size / rate)
+    assert rates
+    assert max(rates) <= rate, rates
+
+
 def test_of_many_plans_only_the_newest_are_followed() -> None:
     links = LinkTable()
     for round in range(50):
