@@ -467,6 +467,7 @@ def test_flipped_bits_are_found_and_the_bytes_asked_for_again() -> None:
     run_virtual(main())
 
 
+@pytest.mark.case("C073")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("forged", [np.array([np.nan], "<f4").tobytes(), bytes(64)], ids=["nan", "zeros"])
 def test_nobody_writes_into_a_stream_of_another(topology: str, forged: bytes) -> None:
