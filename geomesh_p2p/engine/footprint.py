@@ -19,6 +19,7 @@ from pathlib import Path
 
 from geomesh_p2p.config import CodecSection, ModelSection, RunConfig, SiteConfig
 from geomesh_p2p.core.retention import above_limit, fullest
+from geomesh_p2p.core.section import part_width, payload_width
 from geomesh_p2p.jsonlines import PART_BYTES
 
 RUNTIME_BYTES = 480 * 10**6
@@ -31,7 +32,6 @@ PACKED_TEXT = 4
 """Bytes of text in a byte of .gz or .zst."""
 NOTES_A_MEMBER_BYTES, NOTES_PACKED = 2500, 7
 """Of metrics.jsonl and history.jsonl together, in a round; and how many times smaller a packed part is, at least."""
-PAYLOAD_BITS = {"sign": 1, "int8": 8, "fp16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
     copy = 4 * shape.parameters
     moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
     measures = site.emulation is None and not site.device.profile
-    payload = payload_bytes(run.codec, shape.parameters)
+    payload, update = payload_bytes(run.codec, shape.parameters), update_bytes(run, shape.parameters, peers)
     sequences = forward_sequences(run, site) * (1 if cuda else site.device.ranks)
     parts = [
         Part("weights", copy, on_device=True, certain=True),
@@ -84,7 +84,7 @@ def memory_parts(run: RunConfig, site: SiteConfig, shape: Shape, peers: int, cor
         Part("outer momentum", copy, certain=True),
         Part(f"activations of {sequences} sequences", sequences * activation_bytes(run.model, shape), on_device=True),
         Part("copies while measuring" if measures else "copies while joining", copy + moments if measures else 2 * copy),
-        Part(f"exchange among {peers}, while the one before is sent out", (2 * peers + 6) * payload),
+        Part(f"exchange among {peers}, while the one before is sent out", 2 * update + 6 * payload),
         Part("corpus", corpus_bytes),
         Part("libraries and the daemon", RUNTIME_BYTES + (CUDA_RUNTIME_BYTES if cuda else 0)),
     ]
@@ -135,14 +135,20 @@ def _largest_in(profile: str) -> int | None:
 
 def payload_bytes(codec: CodecSection, parameters: int) -> int:
     """Of one contribution, magnitudes left out."""
-    return -(-parameters * PAYLOAD_BITS[codec.payload] // 8)
+    return -(-parameters * payload_width(codec) // 8)
+
+
+def update_bytes(run: RunConfig, parameters: int, peers: int) -> int:
+    """Of one update, magnitudes left out: what all contributed or, if that is more and a reduce may be chosen, its answers."""
+    answers = -(-parameters * part_width(run.codec) // 8) if run.planner.topology != "gather" else 0
+    return max(peers * payload_bytes(run.codec, parameters), answers)
 
 
 def _kept_sizes(run: RunConfig, parameters: int, peers: int) -> tuple[int, int]:
     """Bytes of (a snapshot, an update)."""
     copy = 4 * parameters
     moments = copy * (2 if run.inner.optimizer == "adamw" else 1)
-    return 2 * copy + moments + (copy if run.codec.residual else 0), peers * payload_bytes(run.codec, parameters)
+    return 2 * copy + moments + (copy if run.codec.residual else 0), update_bytes(run, parameters, peers)
 
 
 def disk_parts(run: RunConfig, parameters: int, peers: int) -> list[Part]:

@@ -139,6 +139,12 @@ def test_the_parts_follow_the_settings() -> None:
     assert "copies while joining" in parts(run, EMULATED)
     exchanges = next(part for what, part in parts(run).items() if what.startswith("exchange among 8"))
     assert exchanges.size_bytes > 2 * 8 * shape.parameters / 8  # what eight sent, twice: the round before is still being served
+    wide = run.model_copy(update={"codec": CodecSection(second_phase_bits=8)})
+    answers = footprint.update_bytes(wide, shape.parameters, 2)
+    assert answers == shape.parameters > footprint.update_bytes(run, shape.parameters, 2), "a byte for each parameter"
+    gathered = wide.model_copy(update={"planner": wide.planner.model_copy(update={"topology": "gather"})})
+    assert footprint.update_bytes(gathered, shape.parameters, 2) == footprint.update_bytes(run, shape.parameters, 2)
+    assert footprint.update_bytes(wide, shape.parameters, 16) == 2 * answers, "sixteen contributions are more than that"
     assert "residual" not in parts(run)
     residual = run.model_copy(update={"codec": CodecSection(residual=True)})
     assert parts(residual)["residual"].size_bytes == 2 * copy
