@@ -148,6 +148,8 @@ class Reception:
         return ""
 
     def keep(self, key: StreamKey, stored: Stored) -> None:
+        """What has begun to come of it is needed no more."""
+        self._incoming.pop(key, None)
         self.stored[key] = stored
         self._done.add(key)
 

@@ -600,6 +600,20 @@ def test_what_an_earlier_attempt_brought_does_not_come_again() -> None:
     run_virtual(main())
 
 
+def test_what_is_known_takes_the_place_of_what_has_begun_to_come() -> None:
+    async def main() -> None:
+        async with Mesh(plan_for(2, "gather", attempt=2), Network()) as mesh:
+            exchange, payload = mesh.exchanges[0], mesh.payloads[1]
+            assert payload is not None
+            exchange.start({mesh.contributions[1].payload: payload})
+            exchange.receive("peer-1", chunks_of(mesh, 1)[0])
+            assert exchange.buffered_bytes > 0
+            exchange.member_finished(mesh.contributions[1])
+            assert exchange.buffered_bytes == payload.size
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_stop_at_any_moment_leaves_nothing_behind(topology: str) -> None:
     async def main(seconds: float) -> None:
