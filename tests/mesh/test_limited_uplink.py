@@ -59,7 +59,7 @@ async def test_who_ends_its_exchange_after_the_commit_fetches_nothing(limit: flo
 async def test_who_has_gone_on_still_sends_what_is_left_to_the_last(tmp_path: Path) -> None:
     """A quorum commits and begins the next round; over the slowest way, c to d, a part of the mean is still to come."""
     run = toy_run(topology="reduce", batch=4, inner_steps=64)
-    fields = run.run.model_copy(update={"rounds": 6, "min_peers": 4})
+    fields = run.run.model_copy(update={"rounds": 20, "min_peers": 4})
     run = run.model_copy(update={"run": fields, "codec": run.codec.model_copy(update={"payload": "fp32"})})
     network, limits = Network(latency_seconds=0.02), ExchangeLimits(chunk_bytes=CHUNK_BYTES)
     peers = calm_mesh(tmp_path, list("abcd"), run, network, 0.25, PARAMETERS // 2, limits=limits, timing=Timing())
@@ -68,8 +68,12 @@ async def test_who_has_gone_on_still_sends_what_is_left_to_the_last(tmp_path: Pa
     network.set_link(peers[2].peer, peers[3].peer, one_way=True, bytes_per_second=50_000.0)
     for peer in peers:
         peer.start([one.peer for one in peers])
-    await until(lambda: all(round_of(peer) >= 3 for peer in peers), 60_000, 0.5)
+
+    def rounds_that_c_ended_before_d() -> list[int]:
+        """None as long as links are not measured: c may be as late as d is then."""
+        c, d = ({e.round: e.times.wan_idle for e in peer.events if isinstance(e, obs.RoundCommitted)} for peer in peers[2:])
+        return [round for round in c.keys() & d.keys() if d[round] > 1.3 * c[round]]
+
+    await until(lambda: len(rounds_that_c_ended_before_d()) >= 2, 60_000, 0.5)
     await stop(peers)
     assert not [event for peer in peers for event in peer.events if isinstance(event, (obs.Given, obs.CaughtUpTo))]
-    c, d = ({e.round: e.times.wan_idle for e in peer.events if isinstance(e, obs.RoundCommitted)} for peer in peers[2:])
-    assert any(d[round] > 1.3 * c[round] for round in (1, 2, 3))  # d was still in it when c had gone on
