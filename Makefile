@@ -56,6 +56,7 @@ soak: setup
 
 test-compose: setup
 	$(call needs,prometheus promtool,prometheus)
+	$(call needs,ip tc nft,iproute2 nftables)
 	$(BIN)/pytest -q tests/operate
 
 #: Minutes of it, on a small model; exit code 1 unless GeoMesh keeps what it claims. The whole comparison: docs/benchmarks.md.
