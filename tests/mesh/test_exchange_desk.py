@@ -71,6 +71,12 @@ async def alone() -> AsyncIterator[Alone]:
         await mesh.transport.stop()
 
 
+async def left_running() -> list[str]:
+    """The exchanges that go on although all were told to end."""
+    await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")]
+
+
 @virtual
 async def test_a_concluded_exchange_stays_beside_the_next_and_no_longer() -> None:
     async with alone() as mesh:
@@ -148,8 +154,7 @@ async def test_of_two_exchanges_that_end_none_is_left_when_that_is_cancelled(end
         work.cancel()
         assert (await asyncio.gather(work, return_exceptions=True))[0].__class__ is asyncio.CancelledError, "it was under way"
         await mesh.desk.stop("shutdown")
-        await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
-        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")] == []
+        assert await left_running() == []
 
 
 @virtual
@@ -166,5 +171,4 @@ async def test_what_begins_while_the_desk_is_closed_is_closed_too() -> None:
         await asyncio.gather(beginning, return_exceptions=True)
         await mesh.desk.stop("shutdown")
         assert mesh.rounds() == []
-        await asyncio.sleep(0.1)  # of virtual time, in which what was cancelled ends
-        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("exchange")] == []
+        assert await left_running() == []
