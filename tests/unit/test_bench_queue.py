@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tqdm import tqdm
 
 from geomesh_p2p.errors import DataError, Interrupted
 from geomesh_p2p.lab.bench.queue import AGAIN, Played, Trainings
@@ -49,6 +51,10 @@ class Stub:
             case "hears":
                 until((store / "told").exists)
                 return "heard"
+            case "shows progress":
+                for _ in tqdm([1], file=io.StringIO()):
+                    pass
+                return "shown"
             case "saves":
                 until(lambda: stop.asked)
                 (store / f"{self.label}.saved").touch()
@@ -157,19 +163,20 @@ def test_a_worker_that_is_killed_costs_its_training_alone(tmp_path: Path) -> Non
     assert number_in(tmp_path / "1") != killed[0]
 
 
-def command(store: Path) -> subprocess.Popen[bytes]:
+def command(store: Path, *does: str) -> subprocess.Popen[bytes]:
     """A command with two workers, in a process group of its own as from a terminal."""
     code = (
         "import sys, pathlib; from tests.unit import test_bench_queue as q; from geomesh_p2p.lab.bench import stopping\n"
         "if __name__ == '__main__':\n"
-        "    try: q.played(pathlib.Path(sys.argv[1]), 'saves', 'saves', 'ends', tell=stopping.to_stderr)\n"
+        "    try: q.played(pathlib.Path(sys.argv[1]), *sys.argv[2:], tell=stopping.to_stderr)\n"
         "    except q.Interrupted as stopped: sys.exit(stopped.exit_code)\n"
     )
-    return subprocess.Popen([sys.executable, "-c", code, str(store)], stderr=subprocess.PIPE, start_new_session=True)
+    arguments = [sys.executable, "-c", code, str(store), *does]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True)
 
 
 def test_ctrl_c_in_a_terminal_stops_in_good_order(tmp_path: Path) -> None:
-    process = command(tmp_path)
+    process = command(tmp_path, "saves", "saves", "ends")
     workers = [number_in(tmp_path / name) for name in "01"]
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=LIMIT_SECONDS)
@@ -182,7 +189,7 @@ def test_ctrl_c_in_a_terminal_stops_in_good_order(tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_workers_of_a_command_that_is_killed_save_and_end(tmp_path: Path) -> None:
-    process = command(tmp_path)
+    process = command(tmp_path, "saves", "saves", "ends")
     workers = [number_in(tmp_path / name) for name in "01"]
     try:
         inject(process.kill)
@@ -194,6 +201,15 @@ def test_workers_of_a_command_that_is_killed_save_and_end(tmp_path: Path) -> Non
     finally:
         process.kill()
         process.communicate()
+
+
+def test_workers_leave_nothing_behind_that_their_end_does_not_clean_up(tmp_path: Path) -> None:
+    """torch.compile shows its progress; a bar's lock, if other processes could share it, would outlive its worker."""
+    process = command(tmp_path, "shows progress", "shows progress")
+    _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0
+    assert stderr == b""
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_a_round_that_ends_soon_is_waited_for() -> None:

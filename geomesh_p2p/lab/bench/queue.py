@@ -24,6 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from tqdm import tqdm
+
 from geomesh_p2p.errors import GeoMeshError, Interrupted, TemporaryError, of_os_error
 from geomesh_p2p.lab.bench.stopping import Stop, Stopped
 
@@ -234,6 +236,8 @@ def _serve(connection: Connection, store: Path, prepare: Callable[[], None]) -> 
         time.sleep(LIMIT_SECONDS)
         os._exit(1)
 
+    # torch.compile shows its progress: a lock to share with other processes would be left behind as this one ends.
+    tqdm.set_lock(threading.RLock())
     signal.signal(signal.SIGTERM, end)
     threading.Thread(target=listen, daemon=True).start()
     prepare()
