@@ -24,6 +24,11 @@ class Violation:
     round: int | None = None
     term: TermPair | None = None
 
+    @property
+    def place(self) -> tuple[int, int | None, TermPair | None]:
+        """What stays the same when more is known of the same violation, unlike its text and who had a part in it."""
+        return self.invariant, self.round, self.term
+
     def __str__(self) -> str:
         where = [] if self.round is None else [f"round {self.round}"]
         where += [] if self.term is None else [f"term {show_term(self.term)}"]

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from geomesh_p2p.errors import ConfigError
+from geomesh_p2p.lab import verify
+from geomesh_p2p.lab.histories import Reading, read_histories
 from geomesh_p2p.lab.verify import main
 from geomesh_p2p.lab.verify_run import is_quorum
 from tests.histories import SITES, Story, good_story, peer_of
@@ -438,6 +441,31 @@ def test_a_line_glued_to_a_half_written_one_is_read(story: Story, tmp_path: Path
     path.write_text("\n".join(lines) + "\n")
     said: list[str] = []
     assert main([tmp_path], said.append) == 0, said
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_peer_that_writes_while_it_is_read_breaks_nothing(
+    site: str, story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it noted last was not there yet when it was read, and what others made of it was, read a moment later."""
+    folder = story.write(tmp_path)
+    path = folder / site / "history.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+
+    def reads_and_then_it_writes(folders: Any) -> Reading:
+        reading = read_histories(folders)
+        path.write_text("".join(whole))
+        return reading
+
+    lacked = 0
+    for known in range(1, len(whole)):
+        path.write_text("".join(whole[:known]))
+        lacked += main([folder], str)
+        with monkeypatch.context() as patched:
+            patched.setattr(verify, "read_histories", reads_and_then_it_writes)
+            said: list[str] = []
+            assert main([folder], said.append) == 0, (known, said)
+    assert lacked > 0, "some of its lines are evidence for lines of others"
 
 
 def test_a_missing_history_is_a_remark(story: Story, tmp_path: Path) -> None:
